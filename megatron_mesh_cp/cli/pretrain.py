@@ -1,0 +1,245 @@
+"""`mesh-cp pretrain CONFIG.yaml [more Megatron flags]`: a recipe on the ranks of this machine, by torchrun.
+
+Everything that can be known to be wrong is found here, in the launcher, before a rank starts, a folder is
+made or a file is written.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import logging
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from unittest import mock
+
+from megatron_mesh_cp.cli.launch import Launch, run_ranks
+from megatron_mesh_cp.megatron.recipe import Recipe, load_recipe, nearest
+
+_DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+TAKES_MORE_FLAGS = True  # what this command does not know is a Megatron flag; read by cli/main.py
+
+
+def add_parser(subparsers) -> None:
+    """Add `pretrain` to the sub-commands of `mesh-cp`."""
+    parser = subparsers.add_parser(
+        "pretrain",
+        allow_abbrev=False,  # --lr must stay Megatron's and never mean an option of ours
+        help="run a YAML recipe on the ranks of this machine",
+        usage="mesh-cp pretrain CONFIG.yaml [--ranks N] [more Megatron flags, which win over the recipe]",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="recipe: ENV_VARS, MODEL_ARGS, RANKS")
+    parser.add_argument("--ranks", type=int, help="ranks to start (default: RANKS of the recipe, else TP*PP*CP)")
+    parser.add_argument("--megatron-help", action="store_true", help="list every Megatron flag and leave")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check and run the recipe; returns the exit code of the ranks."""
+    if args.megatron_help:
+        megatron_parser().print_help()
+        return 0
+    if args.config is None:
+        raise ValueError("no recipe given; for instance `mesh-cp pretrain configs/quickstart.yaml`")
+    return run_ranks(plan_launch(args.config, args.more, args.ranks))
+
+
+def plan_launch(
+    config: str | os.PathLike,
+    more: Sequence[str] = (),
+    ranks: int | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    without: Collection[str] = (),
+    any_ranks: bool = False,
+) -> Launch:
+    """Read the recipe, add the flags `more` (they win), and check the whole job without starting it.
+
+    Args:
+        config: the recipe.
+        more: Megatron flags as on a command line.
+        ranks: number of ranks; by default RANKS of the recipe, else TP*PP*CP.
+        environ: the environment of the ranks, before ENV_VARS of the recipe; `os.environ` by default.
+        without: bare flags of the recipe to leave out, which no later flag could undo.
+        any_ranks: let `ranks` differ from RANKS.
+
+    Raises:
+        ValueError: names the flag or key, both values and a way out; nothing has been written.
+    """
+    environ = dict(os.environ if environ is None else environ)
+    recipe = load_recipe(config, environ=environ)
+    if not any_ranks:
+        _check_ranks(ranks, recipe)
+    parser = megatron_parser()  # takes seconds, so what is wrong without it has been told by now
+    recipe = load_recipe(config, parser, environ)
+    flags = (*(flag for flag in recipe.flags if flag not in without), *more)
+    args = _parse(parser, flags)
+    _check_data(args)
+    ranks = _rank_count(args, recipe, ranks)
+    env = {**environ, **recipe.env}
+    _check_job(args, ranks, env)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        env.setdefault("OMP_NUM_THREADS", "1")  # the ranks already fill the cores
+    elif ranks > torch.cuda.device_count():
+        raise ValueError(f"{ranks} ranks but {torch.cuda.device_count()} GPUs on this machine; one rank takes one GPU")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return Launch(ranks, flags, env, args)
+
+
+class _MegatronParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+class _MegatronHelp(argparse.HelpFormatter):
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):  # a bare % in some of Megatron's help texts
+            return action.help
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """Megatron's own parser with our flags added; takes seconds, since it imports Megatron."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about optional GPU packages; the ranks tell them where they matter
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no CUDA
+        try:
+            from megatron.training.arguments import add_megatron_arguments
+        except ImportError as e:
+            raise ValueError(
+                f"training needs a megatron-core that ships megatron.training ({e}); "
+                "`pip install megatron-core==0.19.2`"
+            ) from None
+        from megatron_mesh_cp.megatron.args import add_args
+
+        # as megatron.training.arguments.parse_args makes it
+        parser = _MegatronParser(
+            prog="mesh-cp pretrain",
+            description="Megatron-LM Arguments",
+            formatter_class=_MegatronHelp,
+            allow_abbrev=False,
+        )
+        return add_args(add_megatron_arguments(parser))
+
+
+def _parse(parser: argparse.ArgumentParser, flags: Sequence[str]) -> argparse.Namespace:
+    try:
+        args, unknown = parser.parse_known_args(list(flags))
+    except (
+        AssertionError,
+        KeyError,
+    ) as e:  # some of Megatron's own types raise these, which argparse lets through
+        raise ValueError(f"a flag has a value that Megatron cannot read: {e!r}") from None
+    if unknown:
+        flag = next((word for word in unknown if word.startswith("--")), None)
+        if flag is None:
+            raise ValueError(f"{unknown[0]!r} belongs to no flag; flags are written --name value")
+        raise ValueError(f"unknown flag {flag}{nearest(flag.split('=')[0], parser._option_string_actions)}")
+    if args.yaml_cfg is not None:
+        raise ValueError("--yaml-cfg would replace every other flag; put the flags into the recipe's MODEL_ARGS")
+    return args
+
+
+def _check_ranks(ranks: int | None, recipe: Recipe) -> None:
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: must be 1 or more")
+    if ranks is not None and recipe.ranks not in (None, ranks):
+        raise ValueError(
+            f"--ranks {ranks} but RANKS: {recipe.ranks} in {recipe.path}; the recipe is written for "
+            f"{recipe.ranks} ranks: leave --ranks out, or change RANKS together with the parallel sizes"
+        )
+
+
+def _rank_count(args: argparse.Namespace, recipe: Recipe, ranks: int | None) -> int:
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    for flag, size in (("tensor-model", tp), ("pipeline-model", pp), ("context", cp)):
+        if size < 1:
+            raise ValueError(f"--{flag}-parallel-size {size}: must be 1 or more")
+    model = tp * pp * cp
+    count = ranks or recipe.ranks or model
+    if count % model:
+        source = f"--ranks {ranks}" if ranks else f"RANKS: {recipe.ranks} in {recipe.path}"
+        raise ValueError(
+            f"{source} is not divisible by tensor {tp} * pipeline {pp} * context {cp} = {model}; "
+            f"counts that work are {model}, {2 * model} and {3 * model}"
+        )
+    return count
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    """Every data set that is named must be there: Megatron would tell it by a traceback from each rank."""
+    named = {flag: getattr(args, flag.replace("-", "_")[2:]) for flag in _DATA_FLAGS}
+    files = [args.data_args_path, args.per_split_data_args_path]
+    if not (args.mock_data or any(named.values()) or any(files)):
+        raise ValueError("no data: give --data-path PREFIX (for PREFIX.bin and PREFIX.idx) or --mock-data")
+    for flag, words in named.items():
+        prefixes = [w for w in words or () if not _is_number(w) and not re.match(r"[a-z0-9]+://", w)]
+        for prefix in prefixes:
+            missing = [prefix + end for end in (".bin", ".idx") if not os.path.exists(prefix + end)]
+            if missing:
+                raise ValueError(f"{flag} {prefix}: no file {missing[0]}; give a data set as its prefix, without .bin")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> None:
+    """The checks that each rank makes too, in the same order."""
+    from megatron_mesh_cp.megatron.args import resolve_args
+    from megatron_mesh_cp.megatron.pretrain import _refuse_unsupported
+    from megatron_mesh_cp.megatron.run_folder import check_save_folder
+
+    _refuse_unsupported(args)
+    check_save_folder(args)
+    mesh = resolve_args(args)
+    if args.use_checkpoint_args:  # the rest of the flags is in the checkpoint, which only a rank reads
+        return
+    checked = copy.deepcopy(args)
+    if mesh is not None and mesh.size > 1:
+        checked.hierarchical_context_parallel_sizes = [mesh.tile.a, mesh.tile.b]
+    _megatron_validates(checked, ranks, env)
+
+
+def _megatron_validates(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> None:
+    """Run Megatron's own checks on `args`, which they change, after what its parse_args() would add."""
+    import torch
+    from megatron.training.arguments import validate_args
+
+    args.rank, args.world_size = 0, ranks
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    said = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, env, clear=True))  # some checks read ENV_VARS
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        if not torch.cuda.is_available():  # as megatron/cpu.py does for the ranks, but not for good
+            stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", _no_gpu))
+        try:
+            validate_args(args, {})
+        except SystemExit:
+            reason = said.getvalue().strip().splitlines()[-1:]
+            raise ValueError(f"Megatron refuses these flags: {' '.join(reason)}") from None
+        except Exception as e:
+            # many of its asserts have no text; the line of source then says what it wants
+            reason = str(e) or traceback.extract_tb(e.__traceback__)[-1].line
+            raise ValueError(f"Megatron refuses these flags: {' '.join(reason.split())}") from e
+
+
+def _no_gpu(device=None) -> SimpleNamespace:
+    return SimpleNamespace(name="cpu", major=10, minor=0)

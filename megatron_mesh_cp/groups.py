@@ -1,0 +1,207 @@
+"""MeshGroups: the process groups of a tile, and what travels over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch.distributed as dist
+
+from .comm import ChannelComm, Counters, warm_up
+from .plan import Channel, Direction, Plan
+from .schedule import make_plan
+from .tile import TileShape
+from .verify import verify
+
+# Called after each event of a run with (direction, index of the event, bytes held); see `plan.live_bytes`.
+Watcher = Callable[[Direction, int, int], None]
+
+
+@lru_cache(maxsize=256)
+def verified_plan(tile: TileShape, direction: Direction, exchange: str) -> Plan:
+    """The plan that will run, proven over all ranks first. Raises plan.PlanError."""
+    plan = make_plan(tile, direction, exchange)
+    verify(plan)
+    return plan
+
+
+class MeshGroups:
+    """The row and the column group of this rank, for the forward and for the backward tile.
+
+    Drawn for CP rank 3 of 8 with tile 2x4 (see Note [Tile layout] in tile.py):
+
+        row group     ranks 2 3        exchange Q and O;   backward: Q, dO, lse, delta and dQ
+        column group  ranks 1 3 5 7    exchange K and V;   backward: K, V and dK, dV
+
+    Make it with `MeshGroups.build` (plain torch.distributed) or `MeshGroups.from_megatron`.
+
+    Attributes:
+        rank, size: CP rank of this process and CP size.
+        tile, tile_backward: the tiles of the two directions.
+        counters: bytes handed to torch.distributed, and waiting time.
+        watcher: None, or a function told the bytes held after each event (tests and tools).
+    """
+
+    def __init__(
+        self,
+        cp_group: dist.ProcessGroup,
+        tile: TileShape,
+        pairs: dict[TileShape, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
+        *,
+        backward: TileShape | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if cp_group is None:
+            raise ValueError("MeshGroups: cp_group is None; pass the context-parallel process group")
+        self.cp_group = cp_group
+        self.rank, self.size = dist.get_rank(cp_group), dist.get_world_size(cp_group)
+        if self.rank < 0:
+            raise ValueError("MeshGroups: this process is not a member of cp_group; only members build the groups")
+        self.tile, self.tile_backward = tile, backward or tile
+        tile.check_size(self.size)
+        self.tile_backward.check_size(self.size, "backward tile")
+        self.counters = Counters()
+        self.watcher: Watcher | None = None
+        self._channels: dict[Direction, dict[Channel, ChannelComm]] = {}
+        ranks = dist.get_process_group_ranks(cp_group)
+        for direction, shape in ((Direction.FORWARD, tile), (Direction.BACKWARD, self.tile_backward)):
+            row, column = pairs[shape]
+            members = shape.row_group(self.rank), shape.column_group(self.rank)
+            self._channels[direction] = {
+                channel: ChannelComm(
+                    channel.value, group, {m: ranks[m] for m in who}, self.rank, self.counters, timeout
+                )
+                for channel, group, who in zip(Channel, (row, column), members, strict=True)
+                if len(who) > 1
+            }
+
+    @classmethod
+    def build(
+        cls,
+        cp_group: dist.ProcessGroup,
+        tile: TileShape,
+        backward: TileShape | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> MeshGroups:
+        """Make the groups over `cp_group`, which may be any subset of the world, in any stride.
+
+        Called by the members of `cp_group` only, all of them, with the same tiles. Groups of the same ranks are made
+        once per process and shared.
+
+        Args:
+            tile, backward: tiles of forward and backward (default: the same), a*b = size of cp_group.
+            timeout: seconds that one batch of transfers may take (default: the process group's own limit).
+
+        Raises: ValueError where a*b is not the group's size or the members disagree on the tiles.
+        """
+        if cp_group is None:
+            raise ValueError("MeshGroups.build: cp_group is None; pass the context-parallel process group")
+        if dist.get_rank(cp_group) < 0:
+            raise ValueError("MeshGroups.build: this process is not a member of cp_group; only members call it")
+        size = dist.get_world_size(cp_group)
+        backward = backward or tile
+        tile.check_size(size)
+        backward.check_size(size, "backward tile")
+        _check_agreement(cp_group, f"tile {tile}, backward tile {backward}")
+        pairs = {shape: _make_pair(cp_group, shape) for shape in dict.fromkeys((tile, backward))}
+        return cls(cp_group, tile, pairs, backward=backward, timeout=timeout)
+
+    @classmethod
+    def from_megatron(
+        cls,
+        pg_collection: object,
+        backward: TileShape | None = None,
+        backward_groups: Sequence[dist.ProcessGroup] | None = None,
+    ) -> MeshGroups:
+        """Take `cp` and `hcp` as Megatron built them with hierarchical_context_parallel_sizes = [a, b].
+
+        Args:
+            pg_collection: megatron.core's ProcessGroupCollection.
+            backward, backward_groups: another tile for the backward, and its row and column group
+                (`megatron.groups.backward_groups` makes them on all ranks).
+
+        Raises: ValueError where the groups are missing or are not those of the tile.
+        """
+        cp_group = getattr(pg_collection, "cp", None)
+        if cp_group is None:
+            raise ValueError("MeshGroups.from_megatron: pg_collection has no cp group; initialize model parallel first")
+        size = dist.get_world_size(cp_group)
+        levels = getattr(pg_collection, "hcp", None)
+        if size == 1:
+            tile = TileShape(1, 1)
+            return cls(cp_group, tile, {tile: (None, None)})
+        if not levels or len(levels) != 2:
+            raise ValueError(
+                f"MeshGroups.from_megatron: pg_collection.hcp holds {len(levels or ())} groups; set "
+                "hierarchical_context_parallel_sizes=[a, b] so that Megatron builds the row and the column group"
+            )
+        tile = TileShape(dist.get_world_size(levels[0]), dist.get_world_size(levels[1]))
+        tile.check_size(size, "hierarchical_context_parallel_sizes")
+        pairs = {tile: (levels[0], levels[1])}
+        if backward is not None and backward != tile:
+            if backward_groups is None:
+                raise ValueError(
+                    f"MeshGroups.from_megatron: backward tile {backward} needs groups of its own; pass backward_groups"
+                )
+            pairs[backward] = (backward_groups[0], backward_groups[1])
+        made = cls(cp_group, tile, pairs, backward=backward)
+        for pair in pairs.values():
+            for group in pair:
+                warm_up(group)
+        return made
+
+    def channel(self, direction: Direction, channel: Channel) -> ChannelComm:
+        """The channel that a direction uses. Raises RuntimeError for a group of one rank, which has none."""
+        try:
+            return self._channels[direction][channel]
+        except KeyError:
+            raise RuntimeError(f"{direction.value}: a {channel.value} group of one rank has no channel") from None
+
+    def tile_of(self, direction: Direction) -> TileShape:
+        return self.tile if direction is Direction.FORWARD else self.tile_backward
+
+    def __repr__(self) -> str:
+        return f"MeshGroups(rank {self.rank} of {self.size}, tile {self.tile}, backward {self.tile_backward})"
+
+
+# Groups made here, by their global ranks: torch keeps process groups for the life of the process, so a second
+# MeshGroups over the same ranks uses the first one's.
+_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _make_pair(
+    cp_group: dist.ProcessGroup, tile: TileShape
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The row and the column group of this rank; None for a group of one. All members make row, then column."""
+    ranks = dist.get_process_group_ranks(cp_group)
+    own = dist.get_rank(cp_group)
+    return _group(ranks, tile.row_group(own), cp_group), _group(ranks, tile.column_group(own), cp_group)
+
+
+def _group(ranks: Sequence[int], members: Sequence[int], cp_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    if len(members) == 1:
+        return None
+    key = tuple(sorted(ranks[m] for m in members))
+    group = _made.get(key)
+    if group is None or not _alive(group):
+        group = dist.new_group(list(key), backend=dist.get_backend(cp_group), use_local_synchronization=True)
+        warm_up(group)
+        _made[key] = group
+    return group
+
+
+def _alive(group: dist.ProcessGroup) -> bool:
+    """False once the group is gone with a destroy_process_group."""
+    try:
+        return dist.get_rank(group) >= 0
+    except ValueError:
+        return False
+
+
+def _check_agreement(cp_group: dist.ProcessGroup, text: str) -> None:
+    said: list[str | None] = [None] * dist.get_world_size(cp_group)
+    dist.all_gather_object(said, text, group=cp_group)
+    if len(set(said)) > 1:
+        listed = "; ".join(f"CP rank {rank}: {what}" for rank, what in enumerate(said))
+        raise ValueError(f"MeshGroups: the ranks of one CP group disagree: {listed}")

@@ -1,0 +1,1 @@
+"""Everything that knows Megatron: flags, groups, core attention, spec swap, pretraining entry, CPU ranks."""

@@ -1,0 +1,228 @@
+"""The flags, on Megatron's own parser, and what they resolve to."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+
+from ..cost import AttentionShape, check_heads
+from ..kernels import KERNELS, select_kernel
+from ..layout import check_seq_len
+from ..plan import EXCHANGES
+from ..tile import TileShape
+from ..tune import choose_tiles
+from .config import MeshConfig
+from .versions import check_megatron
+
+ALGO_FLAG = "--context-parallel-algo"
+ALIASES = {"mesh_cp_algo": "mesh", "megatron_cp_algo": "megatron"}
+_DEFAULTS = {
+    "mesh_tile_shape": "auto",
+    "mesh_tile_shape_backward": "same",
+    "mesh_exchange": "direct",
+    "mesh_kernel": "auto",
+    "mesh_log_comm": False,
+}
+
+
+def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags to a parser; fits Megatron's `extra_args_provider`. Returns the parser.
+
+    Where the parser has --context-parallel-algo already (MindSpeed's), `mesh` is added to its choices.
+    """
+    group = parser.add_argument_group("mesh context parallelism")
+    present = next((a for a in parser._actions if ALGO_FLAG in a.option_strings), None)
+    if present is None:
+        group.add_argument(
+            ALGO_FLAG,
+            type=_one_of("algorithm", ("megatron", "mesh"), ALIASES),
+            default="megatron",
+            metavar="{megatron,mesh}",
+            help="megatron: Megatron's own context parallelism, as --cp-comm-type says. mesh: Mesh-Attention.",
+        )
+    elif present.choices is not None:
+        present.choices = [*present.choices, *(c for c in ("mesh", "mesh_cp_algo") if c not in present.choices)]
+    group.add_argument(
+        "--mesh-tile-shape",
+        type=_tile("auto"),
+        default="auto",
+        metavar="{auto,AxB}",
+        help="A Q chunks x B KV chunks per rank, A*B = context-parallel size. auto: the fewest bytes.",
+    )
+    group.add_argument(
+        "--mesh-tile-shape-backward",
+        type=_tile("same", "auto"),
+        default="same",
+        metavar="{same,auto,AxB}",
+        help="The tile of the backward.",
+    )
+    group.add_argument(
+        "--mesh-exchange",
+        type=_one_of("exchange", EXCHANGES),
+        default="direct",
+        metavar="{" + ",".join(EXCHANGES) + "}",
+        help="direct: owner to user. shift: neighbour ring. Both move the same bytes.",
+    )
+    group.add_argument(
+        "--mesh-kernel",
+        type=_one_of("kernel", KERNELS),
+        default="auto",
+        metavar="{" + ",".join(KERNELS) + "}",
+        help="Block attention kernel.",
+    )
+    group.add_argument(
+        "--mesh-log-comm",
+        action="store_true",
+        help="Print bytes sent per layer and exposed waiting time at each log interval.",
+    )
+    return parser
+
+
+def _one_of(what: str, choices: tuple[str, ...], aliases: dict[str, str] | None = None):
+    aliases = aliases or {}
+
+    def convert(text: str) -> str:
+        value = aliases.get(text, text)
+        if value not in choices:
+            near = difflib.get_close_matches(text.lower(), choices, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentTypeError(f"unknown {what} {text!r}: choose from {', '.join(choices)}{hint}")
+        return value
+
+    return convert
+
+
+def _tile(*words: str):
+    def convert(text: str) -> str:
+        if text in words:
+            return text
+        try:
+            return str(TileShape.parse(text))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no tile: give {' or '.join(words)}, or AxB (Q chunks x KV chunks), for example 2x4"
+            ) from None
+
+    return convert
+
+
+def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
+    """Check parsed Megatron arguments and work out the tiles; None for --context-parallel-algo megatron.
+
+    Works on arguments before and after Megatron's validate_args, and changes nothing.
+
+    Raises ValueError, naming the flag, both values and a way out, for anything mesh cannot do.
+    """
+    algo = ALIASES.get(args.context_parallel_algo, args.context_parallel_algo)
+    if algo != "mesh":
+        for name, default in _DEFAULTS.items():
+            if getattr(args, name) != default:
+                raise ValueError(
+                    f"{_flag(name)} {getattr(args, name)} has no effect with {ALGO_FLAG} {algo}; add {ALGO_FLAG} mesh"
+                )
+        return None
+    check_megatron()
+    _refuse_unsupported(args)
+    n = args.context_parallel_size
+    if n > 1:
+        check_seq_len(args.seq_length, n, flag="--seq-length")
+    shape = _attention_shape(args)
+    tile, backward = choose_tiles(n, shape, args.mesh_tile_shape, args.mesh_tile_shape_backward)
+    given = args.hierarchical_context_parallel_sizes
+    if given and list(given) != [tile.a, tile.b]:
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))} with --mesh-tile-shape {tile}: mesh "
+            f"sets the sizes to the tile; leave the flag out"
+        )
+    _check_kernel(args, shape)
+    return MeshConfig(tile, backward, args.mesh_exchange, args.mesh_kernel, shape, args.mesh_log_comm)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# name of the argument -> (values that are fine, what to do instead)
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "window_size": ((None,), "sliding-window attention is not supported"),
+    "window_attn_skip_freq": ((None,), "sliding-window attention is not supported"),
+    "softmax_type": (("vanilla",), "attention sinks and softmax offsets are not supported; use vanilla"),
+    "reset_attention_mask": ((False,), "packed sequences are not supported"),
+    "dataloader_inter_document_masking": ((False,), "packed sequences are not supported"),
+    "sft": ((False,), "packed sequences are not supported"),
+    "hybrid_context_parallel": ((False,), "it is another context-parallel algorithm"),
+    "experimental_attention_variant": ((None,), "only softmax attention is supported"),
+    "hybrid_layer_pattern": ((None,), "hybrid models are not supported"),
+    "heterogeneous_layers_config_path": ((None,), "heterogeneous layers are not supported"),
+    "heterogeneous_layers_config_encoded_json": ((None,), "heterogeneous layers are not supported"),
+    "spec": ((None,), "mesh swaps the core attention of Megatron's own layer specs; leave the flag out"),
+    "multi_latent_attention": ((False,), "multi-latent attention is not supported"),
+    "use_kitchen_attention": ((False,), "choose the kernel with --mesh-kernel"),
+    "fp8_dot_product_attention": ((False,), "attention in FP8 is not supported"),
+    "qk_clip": ((False,), "the maximum attention logit is not available"),
+    "log_max_attention_logit": ((False,), "the maximum attention logit is not available"),
+    "cuda_graph_impl": (("none", None), "CUDA graphs are not supported"),
+    "perform_rl_step": ((False,), "reinforcement learning steps are not supported"),
+}
+
+
+def _refuse_unsupported(args: argparse.Namespace) -> None:
+    for name, (fine, why) in _REFUSED.items():
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            raise ValueError(f"{_flag(name)} {value} with {ALGO_FLAG} mesh: {why}")
+    if args.attention_dropout:
+        raise ValueError(
+            f"--attention-dropout {args.attention_dropout} with {ALGO_FLAG} mesh: dropout inside attention is not "
+            "supported; pass --attention-dropout 0"
+        )
+    if getattr(args, "create_attention_mask_in_dataloader", False):
+        raise ValueError(
+            f"the data loader would build a dense {args.seq_length} x {args.seq_length} attention mask for each "
+            f"sample, and {ALGO_FLAG} mesh takes no mask tensors; pass --no-create-attention-mask-in-dataloader"
+        )
+    if list(args.cp_comm_type) not in (["p2p"], ["mesh"]):
+        raise ValueError(
+            f"--cp-comm-type {' '.join(args.cp_comm_type)} with {ALGO_FLAG} mesh: mesh brings its own communication; "
+            "leave --cp-comm-type out"
+        )
+    backend = getattr(args.attention_backend, "name", args.attention_backend)
+    if backend != "auto":
+        raise ValueError(
+            f"--attention-backend {backend} with {ALGO_FLAG} mesh: it chooses among kernels that mesh does not call; "
+            "use --mesh-kernel"
+        )
+    if args.transformer_impl not in ("local", "transformer_engine"):
+        raise ValueError(
+            f"--transformer-impl {args.transformer_impl} with {ALGO_FLAG} mesh: use local or transformer_engine"
+        )
+
+
+def _attention_shape(args: argparse.Namespace) -> AttentionShape:
+    """One attention call of one layer on one rank, from the model's flags."""
+    heads = args.num_attention_heads
+    kv_heads = args.num_query_groups if args.group_query_attention else heads
+    check_heads(heads, kv_heads, "--num-attention-heads", "--num-query-groups")
+    tp = args.tensor_model_parallel_size
+    if heads % tp:
+        raise ValueError(
+            f"--num-attention-heads {heads} with --tensor-model-parallel-size {tp}: the heads must divide evenly"
+        )
+    return AttentionShape(
+        seq_local=max(1, args.seq_length // args.context_parallel_size),
+        batch=args.micro_batch_size,
+        heads=heads // tp,
+        kv_heads=max(1, kv_heads // tp),
+        head_dim=args.kv_channels or args.hidden_size // heads,
+        item_bytes=2 if args.bf16 or args.fp16 else 4,
+    )
+
+
+def _check_kernel(args: argparse.Namespace, shape: AttentionShape) -> None:
+    import torch
+
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    select_kernel(
+        args.mesh_kernel, dtype=dtype, device_type=device_type, head_dim=shape.head_dim, flag="--mesh-kernel"
+    )

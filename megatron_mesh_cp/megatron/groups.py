@@ -1,0 +1,83 @@
+"""The process groups of a mesh run, as Megatron makes them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from ..groups import MeshGroups, verified_plan
+from ..plan import Direction
+from ..tile import TileShape
+from .config import MeshConfig
+
+_backward: dict[TileShape, tuple[dist.ProcessGroup, ...]] = {}
+_shared: dict[tuple[dist.ProcessGroup, TileShape, TileShape], MeshGroups] = {}
+
+
+def shared_groups(pg_collection: ProcessGroupCollection, mesh: MeshConfig) -> MeshGroups:
+    """The MeshGroups that all layers of this process share, made at the first layer; its plans are proven here."""
+    key = (pg_collection.cp, mesh.tile, mesh.tile_backward)
+    if key not in _shared:
+        other = mesh.tile_backward if mesh.tile_backward != mesh.tile else None
+        groups = MeshGroups.from_megatron(pg_collection, other, _backward.get(other))
+        if groups.tile != mesh.tile:
+            raise ValueError(
+                f"--mesh-tile-shape {mesh.tile}, but Megatron built hierarchical groups for {groups.tile}; call "
+                "install(args) before Megatron initializes its groups"
+            )
+        for direction in Direction:
+            verified_plan(groups.tile_of(direction), direction, mesh.exchange)
+        _shared[key] = groups
+    return _shared[key]
+
+
+def all_shared_groups() -> tuple[MeshGroups, ...]:
+    """Every MeshGroups that this process trains with."""
+    return tuple(_shared.values())
+
+
+def forget_groups() -> None:
+    """Drop what was made for groups that are gone (after destroy_model_parallel)."""
+    _backward.clear()
+    _shared.clear()
+
+
+def make_backward_groups(tile: TileShape) -> list[list[int]]:
+    """Make the second pair of groups, for a backward with another tile, with Megatron's own function.
+
+    Called by all ranks of the world, after Megatron has made its groups. Returns the global ranks of every group in
+    the order of creation, the same list on all ranks.
+    """
+    own = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
+    every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, own)
+    rank = dist.get_rank()
+    created: list[list[int]] = []
+    for ranks in sorted({tuple(ranks) for ranks in every}):
+        groups, _ = parallel_state.create_hierarchical_groups(
+            rank, list(ranks), [tile.a, tile.b], group_desc="CONTEXT_PARALLEL_BACKWARD_GROUP"
+        )
+        created += [[ranks[m] for m in tile.row_group(g)] for g in range(0, tile.size, tile.a)]
+        created += [[ranks[m] for m in tile.column_group(g)] for g in range(tile.a)]
+        if rank in ranks:
+            _backward[tile] = tuple(groups)
+    return created
+
+
+def after_model_parallel(make: functools.partial) -> None:
+    """Run `make` as soon as Megatron has made its groups: now, or when initialize_model_parallel returns."""
+    if parallel_state.model_parallel_is_initialized():
+        make()
+        return
+    original = parallel_state.initialize_model_parallel
+
+    @functools.wraps(original)
+    def initialize_model_parallel(*args, **kwargs):
+        parallel_state.initialize_model_parallel = original
+        original(*args, **kwargs)
+        make()
+
+    parallel_state.initialize_model_parallel = initialize_model_parallel

@@ -1,0 +1,81 @@
+"""install: mesh context parallelism in Megatron's own layer specs, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+
+from .args import resolve_args
+from .config import MeshConfig
+
+_undo: list[Callable[[], object]] = []
+_installed: MeshConfig | None = None
+
+
+def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | None:
+    """Make Megatron's layer specs use Mesh-Attention as core attention: dense, MoE block and MTP specs alike.
+
+    Call it on all ranks once the arguments are parsed (before or after Megatron validates them) and before Megatron
+    makes its process groups. With parsed arguments it sets `hierarchical_context_parallel_sizes` to the tile and
+    `cp_comm_type` to "mesh", so that an attention which was not swapped fails instead of running another algorithm.
+    With --context-parallel-algo megatron it does nothing. Installing the same settings twice is harmless.
+
+    Args: parsed Megatron arguments (see `add_args`), or a MeshConfig where there are none; then the model's
+        TransformerConfig must have context_parallel_size and hierarchical_context_parallel_sizes = [a, b].
+
+    Returns the settings, or None for --context-parallel-algo megatron.
+
+    Raises ValueError for whatever mesh cannot do, and for other settings than those installed already.
+    """
+    global _installed
+    if isinstance(args_or_config, MeshConfig):
+        mesh = args_or_config
+    else:
+        resolved = resolve_args(args_or_config)
+        if resolved is None:
+            return None
+        mesh = resolved
+        if mesh.size > 1:
+            args_or_config.hierarchical_context_parallel_sizes = [mesh.tile.a, mesh.tile.b]
+        args_or_config.cp_comm_type = ["mesh"]
+    if _installed is not None:
+        if _installed != mesh:
+            raise ValueError(f"mesh context parallelism is installed with other settings ({_installed}); uninstall first")
+        return mesh
+    _swap_core_attention(mesh)
+    if mesh.tile_backward != mesh.tile:
+        from .groups import after_model_parallel, make_backward_groups
+
+        after_model_parallel(functools.partial(make_backward_groups, mesh.tile_backward))
+    if mesh.log_comm:
+        from .log_comm import wrap_training_log
+
+        undo = wrap_training_log(mesh)
+        if undo is None:
+            raise ValueError("--mesh-log-comm needs megatron.training; leave the flag out with megatron.core alone")
+        _undo.append(undo)
+    _installed = mesh
+    return mesh
+
+
+def uninstall() -> None:
+    """Put Megatron's own core attention back. Models that are built keep theirs."""
+    global _installed
+    while _undo:
+        _undo.pop()()
+    _installed = None
+
+
+def _swap_core_attention(mesh: MeshConfig) -> None:
+    # Every GPT layer spec (dense, MoE blocks, MTP) asks its backend's spec provider which core attention to use: the
+    # one place that all of them pass.
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
+
+    from .core_attention import MeshDotProductAttention
+
+    bound = MeshDotProductAttention.bind(mesh)
+    for provider in (LocalSpecProvider, TESpecProvider):
+        _undo.append(functools.partial(setattr, provider, "core_attention", provider.core_attention))
+        provider.core_attention = lambda self: bound

@@ -1,0 +1,181 @@
+"""GPT pretraining with Megatron's own `pretrain()` and the choice of a context-parallel algorithm.
+
+    torchrun --nproc-per-node 4 -m megatron_mesh_cp.megatron.pretrain \\
+        --context-parallel-size 4 --context-parallel-algo mesh <Megatron's flags>
+
+It does for GPT models (dense, MoE, multi-token prediction; tensor, pipeline, data, expert and context
+parallel) what stock `pretrain_gpt.py` does, and needs only the megatron-core wheel. What it cannot do is
+refused with a ValueError. It runs on GPUs and, through `megatron_mesh_cp.megatron.cpu`, on CPU ranks.
+"""
+
+import os
+import sys
+import traceback
+from argparse import Namespace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from megatron_mesh_cp.megatron.cpu import enable_cpu_ranks
+from megatron_mesh_cp.megatron.run_folder import check_save_folder
+
+# Megatron's imports are inside the functions: on CPU ranks they must come after enable_cpu_ranks().
+
+# What stock pretrain_gpt.py (or another of Megatron's scripts) does with the same parser and this entry does
+# not: attribute of the arguments, flag, what it is.
+_UNSUPPORTED = (
+    ("sft", "--sft", "supervised fine-tuning on packed sequences"),
+    ("fim_data", "--fim-data", "fill-in-the-middle data"),
+    ("dataloader_inter_document_masking", "--dataloader-inter-document-masking", "packed sequences"),
+    ("hybrid_context_parallel", "--hybrid-context-parallel", "a context-parallel size for each sequence"),
+    ("logits_load_dir", "--logits-load-dir", "distillation from saved logits"),
+    ("logits_save_dir", "--logits-save-dir", "saving logits for distillation"),
+    ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path", "layers that differ"),
+    ("heterogeneous_layers_config_encoded_json", "--heterogeneous-layers-config-encoded-json",
+     "layers that differ"),
+    ("hybrid_layer_pattern", "--hybrid-layer-pattern", "hybrid Mamba models"),
+    ("hybrid_override_pattern", "--hybrid-override-pattern", "hybrid Mamba models"),
+    ("perform_rl_step", "--perform-rl-step", "reinforcement learning"),
+    ("inprocess_restart", "--inprocess-restart", "in-process restart"),
+    ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "the schedule-plan forward"),
+    ("yaml_cfg", "--yaml-cfg", "Megatron's experimental YAML arguments"),
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Pretrain as one rank of a job; the environment says which (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, ...).
+
+    Args:
+        argv: the flags, Megatron's and this project's; None takes the process's own.
+
+    Raises:
+        ValueError: a flag asks for what is not supported, or `--save` names a folder in use.
+        ModuleNotFoundError: the installed megatron-core ships no `megatron.training`.
+    """
+    _require_megatron_training()
+    if enable_cpu_ranks(training=True) and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # ranks share one machine's cores
+    _skip_absent_makefile()
+
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+    from megatron_mesh_cp.megatron import gpt_job
+
+    args = _configure(argv)
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        gpt_job.datasets_provider,
+        ModelType.encoder_or_decoder,
+        gpt_job.forward_step,
+        get_embedding_ranks=gpt_job.embedding_ranks,
+    )
+    _leave_group()
+
+
+def run(argv: list[str] | None = None) -> None:
+    """`main()` as a rank's whole life: it returns on success and ends the process on any failure.
+
+    A rank that fails must be gone at once. Leaving the interpreter the usual way runs the tear-down of the
+    process groups, which waits for peers that wait for this rank.
+    """
+    try:
+        main(argv)
+    except SystemExit as stop:  # Megatron's way to stop early (--exit-interval, a signal), argparse's too
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        if stop.code not in (None, 0):
+            _end_process(stop.code if isinstance(stop.code, int) else 1)
+        _leave_group()
+    except BaseException as error:
+        _print_failure(error)
+        _end_process(1)
+
+
+def _configure(argv: list[str] | None) -> Namespace:
+    """Parse and check the flags, install the context-parallel algorithm, set Megatron's global variables."""
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.global_vars import set_global_variables
+
+    from megatron_mesh_cp.megatron.args import add_args
+    from megatron_mesh_cp.megatron.install import install
+
+    if argv is not None:
+        sys.argv = [sys.argv[0], *argv]  # parse_args() reads no other list
+    args = parse_args(extra_args_provider=add_args)
+    _refuse_unsupported(args)
+    check_save_folder(args)
+    if args.use_checkpoint_args:
+        _take_checkpoint_args(args)
+    install(args)
+    validate_args(args, {})
+    set_global_variables(args)
+    return args
+
+
+def _refuse_unsupported(args: Namespace) -> None:
+    for attribute, flag, what in _UNSUPPORTED:
+        if getattr(args, attribute, None):
+            raise ValueError(
+                f"{flag} ({what}) is not supported by megatron_mesh_cp.megatron.pretrain; drop {flag}, or "
+                "launch the Megatron script that supports it"
+            )
+
+
+def _take_checkpoint_args(args: Namespace) -> None:
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    if args.load is None and args.pretrained_checkpoint is None:
+        raise ValueError("--use-checkpoint-args requires --load or --pretrained-checkpoint, got neither")
+    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+    load_args_from_checkpoint(args)
+
+
+def _require_megatron_training() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("megatron") is None or find_spec("megatron.training") is None:
+        raise ModuleNotFoundError(
+            "pretraining needs megatron.training: install megatron-core 0.19 (Python 3.12 or newer; older "
+            "wheels ship megatron.core only), or put a Megatron-LM checkout on PYTHONPATH",
+            name="megatron.training",
+        )
+
+
+def _skip_absent_makefile() -> None:
+    """Skip `make` for the data set helpers where there is nothing to make.
+
+    The wheel holds the compiled helpers but not the Makefile that `pretrain()` runs on rank 0.
+    """
+    import megatron.core.datasets.utils as data_utils
+
+    folder = Path(data_utils.__file__).parent
+    if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp.*")):
+        data_utils.compile_helpers = lambda: None
+
+
+def _leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # rank 0 may hold the store that the others still read
+        torch.distributed.destroy_process_group()
+
+
+def _print_failure(error: BaseException) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0 or torch.distributed.is_initialized():
+        text = "".join(traceback.format_exception(error))
+    else:  # a mistake in the flags, which rank 0 tells in full
+        text = "".join(traceback.format_exception_only(error))
+    print(f"[rank {rank}] {text}", file=sys.stderr, end="")
+
+
+def _end_process(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()
