@@ -51,8 +51,8 @@ class ChannelComm:
 
     Args:
         name: "row" or "column", for counters and errors.
-        group: the process group of the row or column.
-        members: global rank of every member of the group, by CP rank.
+        group: a process group that holds the row or column: its own, or the whole CP group.
+        members: global rank of every member of the row or column, by CP rank.
         rank: this process's CP rank.
         counters: where bytes and waiting time are added.
         timeout: seconds that one batch may take; None leaves it to the process group's own limit.
@@ -70,12 +70,9 @@ class ChannelComm:
         counters: Counters,
         timeout: float | None = None,
     ) -> None:
-        got = dist.get_process_group_ranks(group)
-        if set(got) != set(members.values()):
-            raise ValueError(
-                f"{name} group of CP rank {rank}: the tile needs global ranks {sorted(members.values())}, the process "
-                f"group holds {sorted(got)}"
-            )
+        missing = set(members.values()) - set(dist.get_process_group_ranks(group))
+        if missing:
+            raise ValueError(f"{name} channel of CP rank {rank}: the process group lacks ranks {sorted(missing)}")
         self.name, self.group, self.rank, self.counters = name, group, rank, counters
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._global = dict(members)

@@ -84,10 +84,13 @@ class MeshGroups:
         *,
         timeout: float | None = None,
     ) -> MeshGroups:
-        """Make the groups over `cp_group`, which may be any subset of the world, in any stride.
+        """Rows and columns over `cp_group`, which may be any subset of the world, in any stride and order.
 
-        Called by the members of `cp_group` only, all of them, with the same tiles. Groups of the same ranks are made
-        once per process and shared.
+        Called by the members of `cp_group` only, all of them, with the same tiles. Both channels use `cp_group`
+        itself (no pair of ranks shares a row and a column, so their messages cannot be mixed up): torch counts
+        new_group calls to name groups, and a group made by some ranks only would put the count, and with it every
+        later new_group of the world, out of step. On NCCL the two channels then share one communicator;
+        `from_megatron` has one for each.
 
         Args:
             tile, backward: tiles of forward and backward (default: the same), a*b = size of cp_group.
@@ -104,7 +107,8 @@ class MeshGroups:
         tile.check_size(size)
         backward.check_size(size, "backward tile")
         _check_agreement(cp_group, f"tile {tile}, backward tile {backward}")
-        pairs = {shape: _make_pair(cp_group, shape) for shape in dict.fromkeys((tile, backward))}
+        warm_up(cp_group)
+        pairs = dict.fromkeys((tile, backward), (cp_group, cp_group))
         return cls(cp_group, tile, pairs, backward=backward, timeout=timeout)
 
     @classmethod
@@ -145,11 +149,11 @@ class MeshGroups:
                     f"MeshGroups.from_megatron: backward tile {backward} needs groups of its own; pass backward_groups"
                 )
             pairs[backward] = (backward_groups[0], backward_groups[1])
-        made = cls(cp_group, tile, pairs, backward=backward)
-        for pair in pairs.values():
+        for shape, pair in pairs.items():
+            _check_members(cp_group, shape, pair)
             for group in pair:
                 warm_up(group)
-        return made
+        return cls(cp_group, tile, pairs, backward=backward)
 
     def channel(self, direction: Direction, channel: Channel) -> ChannelComm:
         """The channel that a direction uses. Raises RuntimeError for a group of one rank, which has none."""
@@ -165,43 +169,18 @@ class MeshGroups:
         return f"MeshGroups(rank {self.rank} of {self.size}, tile {self.tile}, backward {self.tile_backward})"
 
 
-# Groups made here, by their global ranks: torch keeps process groups for the life of the process, so a second
-# MeshGroups over the same ranks uses the first one's.
-_made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def _make_pair(
-    cp_group: dist.ProcessGroup, tile: TileShape
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The row and the column group of this rank; None for a group of one. All members make row, then column."""
-    ranks = dist.get_process_group_ranks(cp_group)
-    own = dist.get_rank(cp_group)
-    return _group(ranks, tile.row_group(own), cp_group), _group(ranks, tile.column_group(own), cp_group)
-
-
-def _group(ranks: Sequence[int], members: Sequence[int], cp_group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    if len(members) == 1:
-        return None
-    key = tuple(sorted(ranks[m] for m in members))
-    group = _made.get(key)
-    if group is None or not _alive(group):
-        group = dist.new_group(list(key), backend=dist.get_backend(cp_group), use_local_synchronization=True)
-        warm_up(group)
-        _made[key] = group
-    return group
-
-
-def _alive(group: dist.ProcessGroup) -> bool:
-    """False once the group is gone with a destroy_process_group."""
-    try:
-        return dist.get_rank(group) >= 0
-    except ValueError:
-        return False
-
-
 def _check_agreement(cp_group: dist.ProcessGroup, text: str) -> None:
     said: list[str | None] = [None] * dist.get_world_size(cp_group)
     dist.all_gather_object(said, text, group=cp_group)
     if len(set(said)) > 1:
         listed = "; ".join(f"CP rank {rank}: {what}" for rank, what in enumerate(said))
         raise ValueError(f"MeshGroups: the ranks of one CP group disagree: {listed}")
+
+
+def _check_members(cp_group: dist.ProcessGroup, tile: TileShape, pair: Sequence[dist.ProcessGroup]) -> None:
+    ranks, own = dist.get_process_group_ranks(cp_group), dist.get_rank(cp_group)
+    wanted = tile.row_group(own), tile.column_group(own)
+    for name, group, members in zip(("row", "column"), pair, wanted, strict=True):
+        got, want = dist.get_process_group_ranks(group), [ranks[m] for m in members]
+        if sorted(got) != sorted(want):
+            raise ValueError(f"tile {tile}: the {name} group of CP rank {own} must hold ranks {want}, got {got}")

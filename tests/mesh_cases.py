@@ -63,7 +63,7 @@ def inputs(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def dense(case: Case, dout: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Single-process softmax attention in fp64 by plain autograd: out, lse, dq, dk, dv, all [s, b, h, d] (lse [b, h, s])."""
+    """Softmax attention in fp64 by plain autograd: out, lse, dq, dk, dv, all [s, b, h, d] (lse [b, h, s])."""
     q, k, v, grad = inputs(case)
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     repeat = case.heads // case.kv_heads

@@ -8,6 +8,7 @@ tracebacks, and the pool is replaced, so that a hang is a failure and never a st
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import socket
 import time
 import traceback
@@ -21,6 +22,10 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "megatron_mesh_cp
 
 class RankFailure(AssertionError):
     """A case failed on at least one rank, or ran past its time limit."""
+
+
+class Leave(Exception):
+    """Raised by a case: its text is the answer, and the rank's process ends, as a failed rank's does."""
 
 
 class RankPool:
@@ -95,6 +100,9 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             return
         try:
             answer = (True, case(*args))
+        except Leave as leave:
+            pipe.send((True, str(leave)))
+            os._exit(1)
         except Exception:
             answer = (False, traceback.format_exc())
         pipe.send(answer)

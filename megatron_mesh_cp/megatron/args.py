@@ -223,6 +223,4 @@ def _check_kernel(args: argparse.Namespace, shape: AttentionShape) -> None:
 
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    select_kernel(
-        args.mesh_kernel, dtype=dtype, device_type=device_type, head_dim=shape.head_dim, flag="--mesh-kernel"
-    )
+    select_kernel(args.mesh_kernel, dtype=dtype, device_type=device_type, head_dim=shape.head_dim, flag="--mesh-kernel")

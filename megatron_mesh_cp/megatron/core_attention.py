@@ -88,8 +88,8 @@ class MeshDotProductAttention(MegatronModule):
         """q [s/cp, b, hq, d], k, v [s/cp, b, hkv, d] -> [s/cp, b, hq*d]. Raises ValueError for masks and biases."""
         if attention_mask is not None:
             raise ValueError(
-                f"mesh context parallelism takes no mask tensors, got attention_mask {list(attention_mask.shape)}; pass "
-                "--no-create-attention-mask-in-dataloader"
+                f"mesh context parallelism takes no mask tensors, got attention_mask {list(attention_mask.shape)}; "
+                "pass --no-create-attention-mask-in-dataloader"
             )
         if attention_bias is not None:
             raise ValueError(f"mesh context parallelism takes no attention_bias, got {list(attention_bias.shape)}")

@@ -41,7 +41,9 @@ def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | Non
         args_or_config.cp_comm_type = ["mesh"]
     if _installed is not None:
         if _installed != mesh:
-            raise ValueError(f"mesh context parallelism is installed with other settings ({_installed}); uninstall first")
+            raise ValueError(
+                f"mesh context parallelism is installed with other settings: {_installed}; uninstall first"
+            )
         return mesh
     _swap_core_attention(mesh)
     if mesh.tile_backward != mesh.tile:

@@ -393,23 +393,37 @@ def test_a_channel_cannot_be_misused(ranks):
             assert want in text, texts
 
 
-def warmed_up(tile: str) -> list[str]:
-    """MLM PR #5240: one warm-up collective per group when it is built."""
+def warmed_up(tile: str) -> tuple[list[str], int]:
+    """MLM PR #5240, PT #130102: one warm-up per group, and no new_group call that other ranks do not make."""
     import megatron_mesh_cp.groups as module
 
     seen = []
     original = module.warm_up
     module.warm_up = lambda group: (seen.append(str(dist.get_process_group_ranks(group))), original(group))
+    before = dist.distributed_c10d._world.group_count
     try:
-        members = tuple(range(dist.get_world_size()))
-        MeshGroups.build(dist.new_group(list(members)), TileShape.parse(tile))
+        MeshGroups.build(dist.group.WORLD, TileShape.parse(tile))
     finally:
         module.warm_up = original
-    return seen
+    return seen, dist.distributed_c10d._world.group_count - before
 
 
-def test_every_new_group_is_warmed_up_once_and_all_ranks_make_row_then_column(ranks):
-    made = ranks(6).run(warmed_up, "3x2")
-    tile = TileShape(3, 2)
-    for rank, seen in enumerate(made):
-        assert seen in ([], [str(list(tile.row_group(rank))), str(list(tile.column_group(rank)))])
+def test_building_warms_the_group_up_once_and_makes_no_groups_behind_the_worlds_back(ranks):
+    for seen, made in ranks(6).run(warmed_up, "3x2"):
+        assert seen == [str(list(range(6)))]
+        assert made == 0
+
+
+def build_then_new_group(case: Case) -> dict[str, float]:
+    """Some ranks build mesh groups, then the whole world makes another group: it must not hang."""
+    if dist.get_rank() < 2:
+        MeshGroups.build(mesh_groups("1x2", members=(0, 1)).cp_group, TileShape(2, 1))
+    else:
+        mesh_groups("1x2", members=(0, 1))
+    later = dist.new_group([0, 1, 2, 3])
+    return errors(case, MeshGroups.build(later, TileShape(2, 2)))
+
+
+def test_groups_of_the_world_can_still_be_made_after_a_part_of_it_built_mesh_groups(ranks):
+    found = ranks(4).run(build_then_new_group, Case(s=24, tile="2x2"), timeout=60)
+    assert max(v for e in found for v in e.values()) < 1e-10

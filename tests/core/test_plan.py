@@ -128,8 +128,8 @@ def test_received_kv_chunks_are_not_kept_alive_together(direction, exchange):
 # Faults put into a good plan: each must be found, by name.
 
 
-def broken(direction, edit, tile=TileShape(2, 2), exchange="direct", rank=1):
-    plan = make_plan(tile, direction, exchange)
+def broken(direction, edit, tile=None, exchange="direct", rank=1):
+    plan = make_plan(tile or TileShape(2, 2), direction, exchange)
     return replace(plan, explicit={rank: tuple(edit(list(plan.steps(rank))))})
 
 

@@ -6,6 +6,7 @@ its ranks end with it. See `launch._ForkServer` for the other end.
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import select
@@ -31,10 +32,30 @@ def _serve() -> None:
     torch.set_num_threads(1)
     from megatron_mesh_cp.megatron import args, gpt_job, install  # noqa: F401  imported once, for all ranks
 
+    _print_exact_figures()
     # readline() of sys.stdin would read ahead and hide a closed pipe from select() in _wait().
     with os.fdopen(0, "rb", buffering=0, closefd=False) as requests:
         for line in iter(requests.readline, b""):
             print(json.dumps(_run_ranks(json.loads(line))), file=replies, flush=True)
+
+
+def _print_exact_figures() -> None:
+    """Have Megatron print each iteration's loss and gradient norm in full, beside its own rounded line.
+
+    Its line shows the norm with three decimals, and the mean loss of two iterations after a resume.
+    """
+    from megatron.training import training
+
+    original = training.training_log
+
+    @functools.wraps(original)
+    def training_log(*args, **kwargs):
+        losses, iteration, grad_norm = args[0], args[3], args[7]
+        if losses and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            print(f"[exact] {iteration} {float(losses['lm loss'])!r} {float(grad_norm)!r}", flush=True)
+        return original(*args, **kwargs)
+
+    training.training_log = training_log
 
 
 def _run_ranks(request: dict) -> dict:

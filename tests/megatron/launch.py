@@ -67,6 +67,12 @@ class PretrainRun:
     def grad_norms(self) -> list[float]:
         return [entry.grad_norm for entry in self.iterations]
 
+    @property
+    def exact(self) -> dict[int, tuple[float, float]]:
+        """Loss and gradient norm of each iteration in full; with the fork launcher only."""
+        lines = re.findall(r"^\[exact\] (\d+) (\S+) (\S+)$", self.stdout, re.MULTILINE)
+        return {int(number): (float(loss), float(norm)) for number, loss, norm in lines}
+
     def check(self) -> "PretrainRun":
         """Return self, or raise with the end of the ranks' stderr if the run did not succeed."""
         if self.returncode != 0:
@@ -192,9 +198,7 @@ class _ForkServer:
         if not line:
             raise RuntimeError(f"the fork server ended with exit code {self.process.wait()}")
         reply = json.loads(line)
-        out, err = (
-            "".join((logs / f"{rank}.{name}").read_text() for rank in range(ranks)) for name in ("out", "err")
-        )
+        out, err = ("".join((logs / f"{rank}.{name}").read_text() for rank in range(ranks)) for name in ("out", "err"))
         return PretrainRun(reply["returncode"], out, err, reply["seconds"], reply["timed_out"])
 
     def close(self) -> None:

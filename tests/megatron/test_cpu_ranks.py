@@ -24,9 +24,7 @@ FLAGS = shlex.split("""
     --split 98,1,1 --num-workers 0 --transformer-impl local --distributed-backend gloo --no-rope-fusion
     --no-persist-layer-norm --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
 """)
-MOE = shlex.split(
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
-)
+MOE = shlex.split("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall")
 
 
 # ---- the patches -------------------------------------------------------------------------------------------
@@ -128,12 +126,8 @@ def test_pretraining_learns_and_evaluates(tmp_path):
 def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path):
     saving = [*FLAGS, "--save-interval", "4"]
     whole = run_pretrain([*saving, "--save", "whole"], ranks=2, timeout=120, cwd=tmp_path).check()
-    run_pretrain(
-        [*saving, "--save", "cut", "--exit-interval", "4"], ranks=2, timeout=120, cwd=tmp_path
-    ).check()
-    rest = run_pretrain(
-        [*saving, "--save", "cut", "--load", "cut"], ranks=2, timeout=120, cwd=tmp_path
-    ).check()
+    run_pretrain([*saving, "--save", "cut", "--exit-interval", "4"], ranks=2, timeout=120, cwd=tmp_path).check()
+    rest = run_pretrain([*saving, "--save", "cut", "--load", "cut"], ranks=2, timeout=120, cwd=tmp_path).check()
     assert [entry.iteration for entry in rest.iterations] == [5, 6, 7, 8]
     del rest.iterations[1], whole.iterations[4 + 1]  # the second line of a process tells two iterations' mean
     assert rest.losses == whole.losses[4:]
@@ -167,9 +161,7 @@ def test_a_failure_on_one_rank_ends_the_whole_run_at_once(tmp_path, launcher):
         "    return default_layer_spec(config, vp_stage)\n"
     )
     flags = [*FLAGS, "--spec", "broken", "spec"]
-    run = run_pretrain(
-        flags, ranks=2, timeout=100, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, launcher=launcher
-    )
+    run = run_pretrain(flags, ranks=2, timeout=100, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, launcher=launcher)
     assert run.returncode == 1
     assert not run.timed_out, "it hung"
     assert "RuntimeError: broken on purpose" in run.stderr

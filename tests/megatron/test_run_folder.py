@@ -84,9 +84,7 @@ def test_rejects_a_file(tmp_path):
 def test_what_a_faster_rank_of_the_same_run_logs_there_does_not_count(tmp_path, made, flags):
     (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / made).touch()
-    flags = {
-        name: value if name == "wandb_project" else str(tmp_path / value) for name, value in flags.items()
-    }
+    flags = {name: value if name == "wandb_project" else str(tmp_path / value) for name, value in flags.items()}
     check_save_folder(_args(tmp_path, **flags))
     with pytest.raises(ValueError):
         check_save_folder(_args(tmp_path))  # without the flag they are somebody else's

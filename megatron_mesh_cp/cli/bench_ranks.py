@@ -1,0 +1,227 @@
+"""The ranks behind `mesh-cp bench`: gloo processes on this machine that run, time and check attention."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megatron_mesh_cp.attention import mesh_attention
+from megatron_mesh_cp.groups import MeshGroups
+from megatron_mesh_cp.layout import chunk_positions
+from megatron_mesh_cp.tile import TileShape
+
+_HOST = "127.0.0.1"
+Tensors = tuple[torch.Tensor, ...]
+
+
+class BenchError(RuntimeError):
+    """A rank failed, or the ranks did not end within the time limit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked bench: one attention (global `seq_len`), and the tiles to run it with. `limit` is in seconds."""
+
+    ranks: int
+    tiles: tuple[TileShape, ...]
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    dtype: torch.dtype
+    causal: bool
+    exchange: str
+    kernel: str
+    repeats: int
+    limit: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One forward and backward. Of one rank first; `_all_ranks` makes it that of all.
+
+    seconds, waited, error, bytes: the largest over ranks; cpu: CPU seconds summed over ranks, all threads of the
+    processes (gloo's too); error: largest absolute difference of out, dq, dk, dv from the fp64 attention.
+    """
+
+    seconds: float
+    cpu: float
+    error: float = 0.0
+    waited: float = 0.0
+    bytes_forward: int = 0
+    bytes_backward: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What rank 0 hands back: the best of the repeats of the single process, and of every tile."""
+
+    single: Measured
+    tiles: tuple[Measured, ...]
+
+
+def run_job(job: Job) -> Result:
+    """Start the ranks, wait for them, and return what they measured.
+
+    Raises: BenchError where a rank fails or the time limit passes; no rank is left behind in either case.
+    """
+    # Port 0: the system picks a free one, and it is ours from then on.
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=job.limit))
+    # A server imports torch once, and the ranks are its forks: importing it in every rank takes longer than a bench.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    receiver, sender = context.Pipe(duplex=False)
+    ranks = mp.start_processes(
+        _rank, args=(job, store.port, sender), nprocs=job.ranks, join=False, daemon=True, start_method="forkserver"
+    )
+    sender.close()
+    deadline = time.monotonic() + job.limit
+    try:
+        while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"the ranks did not end within --time-limit {job.limit:g} s; they were ended. If they were not "
+                    "hanging but slow, raise --time-limit, or lower --seq-len or --repeats"
+                )
+        return receiver.recv()
+    except mp.ProcessException as error:
+        raise BenchError(f"rank {error.error_index} failed:\n{error}") from None
+    finally:
+        for process in ranks.processes:
+            process.kill()
+            process.join()
+
+
+def _rank(rank: int, job: Job, port: int, sender) -> None:
+    os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
+    sys.stdout = sys.stderr
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=job.limit)
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=limit)
+    result = _measure(rank, job)
+    if rank == 0:
+        sender.send(result)
+    dist.barrier()  # rank 0 answers before any rank, and with it a connection, goes
+    dist.destroy_process_group()
+
+
+def _measure(rank: int, job: Job) -> Result:
+    """All measurements, the single process and the tiles in turn, so that a drift of the clock hits all alike."""
+    whole = _inputs(job)
+    want = _fp64(rank, job, whole)
+    positions = chunk_positions(rank, job.ranks, job.seq_len)
+    own, own_want = ([x[positions] for x in tensors] for tensors in (whole, want))
+    if rank > 0:
+        del whole, want
+    built = [MeshGroups.build(dist.group.WORLD, tile) for tile in job.tiles]
+    singles: list[Measured] = []
+    runs: list[list[Measured]] = [[] for _ in built]
+    for number in range(job.repeats + 1):
+        dist.barrier()  # gloo blocks without spinning: the machine is rank 0's alone
+        one = _timed(lambda: _single(job, *whole), want) if rank == 0 else None
+        dist.barrier()
+        many = [_all_ranks(_mesh(job, groups, own, own_want)) for groups in built]
+        if number > 0:  # the first round warms up memory, connections and plans
+            singles.append(one)
+            for row, measured in zip(runs, many, strict=True):
+                row.append(measured)
+    return Result(_best(singles), tuple(map(_best, runs))) if rank == 0 else None
+
+
+def _mesh(job: Job, groups: MeshGroups, own: list[torch.Tensor], want: list[torch.Tensor]) -> Measured:
+    """One forward and backward of this rank. Bytes are what the channels handed to torch.distributed."""
+    dout = own[3]
+    q, k, v = (x.detach().requires_grad_() for x in own[:3])
+
+    def attention() -> Tensors:
+        out = mesh_attention(q, k, v, groups, job.causal, exchange=job.exchange, kernel=job.kernel)
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    counters = groups.counters
+    counters.reset()
+    dist.barrier()
+    measured = _timed(attention, want)
+    return replace(
+        measured,
+        waited=counters.waited,
+        bytes_forward=counters.sent_in("forward"),
+        bytes_backward=counters.sent_in("backward"),
+    )
+
+
+def _timed(attention: Callable[[], Tensors], want: list[torch.Tensor]) -> Measured:
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    got = attention()
+    cpu, seconds = time.process_time() - begin_cpu, time.perf_counter() - begin
+    # NaN must survive: max() of Python drops it, depending on the order.
+    error = torch.stack([(g.detach().double() - w).abs().max() for g, w in zip(got, want, strict=True)]).max()
+    return Measured(seconds, cpu, error.item())
+
+
+def _all_ranks(mine: Measured) -> Measured:
+    said: list[Measured] = [mine] * dist.get_world_size()
+    dist.all_gather_object(said, mine)
+    return Measured(
+        max(m.seconds for m in said),
+        sum(m.cpu for m in said),
+        _worst(said),
+        max(m.waited for m in said),
+        max(m.bytes_forward for m in said),
+        max(m.bytes_backward for m in said),
+    )
+
+
+def _best(repeats: list[Measured]) -> Measured:
+    """The fastest repeat, with the least CPU time and the worst error of all repeats."""
+    fastest = min(repeats, key=lambda m: m.seconds)
+    return replace(fastest, cpu=min(m.cpu for m in repeats), error=_worst(repeats))
+
+
+def _worst(all_of: list[Measured]) -> float:
+    return torch.tensor([m.error for m in all_of], dtype=torch.float64).max().item()
+
+
+def _inputs(job: Job) -> list[torch.Tensor]:
+    """Global q, k, v, dout [s, b, h, d], the same on every rank."""
+    g = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(job.seq_len, job.batch, heads, job.head_dim, generator=g, dtype=torch.float64).to(job.dtype)
+        for heads in (job.heads, job.kv_heads, job.kv_heads, job.heads)
+    ]
+
+
+def _single(job: Job, *inputs: torch.Tensor) -> Tensors:
+    """aten's attention over the whole sequence in one process: out, dq, dk, dv [s, b, h, d].
+
+    The bare operators with no autograd around them: the least that attention costs here. They work block by block,
+    so that 8k tokens fit the memory of a laptop.
+    """
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in inputs)
+    ops, scale = torch.ops.aten, job.head_dim**-0.5
+    out, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, job.causal, scale=scale)
+    grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, job.causal, scale=scale
+    )
+    return tuple(x.permute(2, 0, 1, 3) for x in (out, *grads))
+
+
+def _fp64(rank: int, job: Job, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The attention that all are compared with, in fp64: computed once, on rank 0, and given to the others."""
+    doubles = [x.double() for x in inputs]
+    if rank == 0:
+        want = [x.contiguous() for x in _single(job, *doubles)]
+    else:
+        want = [torch.empty_like(x) for x in (doubles[0], *doubles[:3])]
+    for x in want:
+        dist.broadcast(x, src=0)
+    return want

@@ -1,0 +1,201 @@
+"""`mesh-cp bench`: measured bytes are those of the cost model, bad input starts no rank, nonsense is refused.
+
+No test looks at a time: what a bench of 64 tokens takes says nothing.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+from rich.console import Console
+
+from megatron_mesh_cp.cli import bench, bench_ranks
+from megatron_mesh_cp.cli.bench_ranks import BenchError, Job, Measured, Result, run_job
+from megatron_mesh_cp.cli.main import main
+from megatron_mesh_cp.cost import AttentionShape, mesh_bytes
+from megatron_mesh_cp.plan import Direction
+from megatron_mesh_cp.tile import TileShape
+
+JOB = Job(
+    ranks=4,
+    tiles=(TileShape(1, 4), TileShape(2, 2)),
+    seq_len=4096,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    batch=1,
+    dtype=torch.float32,
+    causal=True,
+    exchange="direct",
+    kernel="auto",
+    repeats=1,
+    limit=60.0,
+)
+SANE = Measured(seconds=1.0, cpu=2.0, error=1e-6, waited=0.1, bytes_forward=1000, bytes_backward=2000)
+
+
+def bytes_of(tile: list[int], direction: Direction, shape: AttentionShape) -> int:
+    return sum(mesh_bytes(TileShape(*tile), direction, shape).values())
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--full", "--exchange", "shift", "--kernel", "reference"]], ids=["causal", "full"]
+)
+def test_json_holds_measured_bytes_and_errors_and_stdout_nothing_else(more):
+    argv = "--ranks 4 --tiles 1x4,2x2 --seq-len 64 --heads 4 --kv-heads 2 --head-dim 8 --batch 2 --repeats 1 --json"
+    command = [sys.executable, "-m", "megatron_mesh_cp.cli.main", "bench", *argv.split(), "--dtype", "float64", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+
+    assert [row["tile"] for row in said["rows"]] == [[1, 4], [2, 2]]
+    shape = AttentionShape(64 // 4, 2, 4, 2, 8, 8, item_bytes=8, stat_bytes=8)
+    for row in said["rows"]:
+        assert row["bytes_forward"] == bytes_of(row["tile"], Direction.FORWARD, shape)
+        assert row["bytes_backward"] == bytes_of(row["tile"], Direction.BACKWARD, shape)
+        assert 0 <= row["max_error"] < 1e-12
+        assert row["seconds"] > 0
+        assert row["cpu_seconds"] > 0
+        assert row["cpu_ratio"] == pytest.approx(row["cpu_seconds"] / said["single"]["cpu_seconds"])
+        assert row["wait_seconds"] >= 0
+    assert said["rows"][0]["reduction"] == 0
+    assert 0 < said["single"]["seconds"]
+    assert (said["ranks"], said["seq_len"], said["dtype"], said["causal"]) == (4, 64, "float64", not more)
+    assert (said["heads"], said["kv_heads"], said["head_dim"], said["batch"]) == (4, 2, 8, 2)
+
+
+def test_the_table_names_every_tile_and_the_single_process(capsys):
+    argv = "--ranks 2 --tiles 2x1,1x2 --seq-len 64 --heads 2 --head-dim 8 --dtype bfloat16 --repeats 1"
+    assert main(["bench", *argv.split()]) == 0
+    out = capsys.readouterr().out
+    for word in ("2x1", "1x2", "single", "bfloat16", "causal", "64 tokens"):
+        assert word in out
+
+
+def test_one_rank_is_a_tile_too(capsys):
+    """A tile of one rank sends nothing, and that is no nonsense."""
+    argv = "--ranks 1 --tiles 1x1 --seq-len 64 --heads 2 --head-dim 8 --repeats 1 --json"
+    assert main(["bench", *argv.split()]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["bytes_forward"], row["bytes_backward"], row["reduction"]) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--ranks 4 --tiles 1x4,2x4", ["--ranks 4", "--tiles 2x4 = 8", "try"]),
+        ("--tiles 2by2", ["--tiles '2by2'", "AxB"]),
+        ("--tiles 1x4,1x4", ["--tiles", "1x4 is there 2 times"]),
+        ("--tiles ,", ["--tiles", "AxB"]),
+        ("--seq-len 100", ["--seq-len 100", "--ranks 4", "= 8", "96 or 104"]),
+        ("--heads 8 --kv-heads 3", ["--heads 8", "--kv-heads 3", "1, 2, 4, 8"]),
+        ("--kernel te", ["--kernel te", "not installed"]),
+        ("--kernel magic", ["--kernel 'magic'", "sdpa"]),
+        ("--exchange post", ["post", "direct"]),
+        ("--dtype int8", ["--dtype", "int8"]),
+        ("--ranks 0", ["--ranks 0"]),
+        ("--repeats 0", ["--repeats 0"]),
+        ("--head-dim -1", ["--head-dim -1"]),
+        ("--time-limit 0", ["--time-limit 0"]),
+        ("--time-limit nan", ["--time-limit nan"]),
+        ("--colour", ["--colour"]),
+    ],
+)
+def test_rejects_bad_input_before_a_rank_starts(argv, says, capsys, monkeypatch):
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: pytest.fail("a rank would have started"))
+    assert main(["bench", *argv.split(), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mesh-cp: error: ")
+    assert err.count("\n") == 1
+    for word in says:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        (replace(SANE, bytes_forward=0), "communication was off"),
+        (replace(SANE, bytes_backward=0), "communication was off"),
+        (replace(SANE, seconds=1e-6), "TFLOP/s a core can do"),
+        (replace(SANE, seconds=0.0), "TFLOP/s a core can do"),
+        (replace(SANE, error=math.nan), "the attention is wrong"),
+        (replace(SANE, error=0.7), "the attention is wrong"),
+    ],
+)
+def test_refuses_results_that_cannot_be_true(measured, says, capsys, monkeypatch):
+    """Guards Megatron-Bridge PR 2665, where a bench without communication reported 1937 TFLOP/s."""
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: Result(SANE, (SANE, measured)))
+    assert main(["bench", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "tile 2x2" in err
+    assert says in err
+
+
+def test_tflops_are_those_of_the_attention():
+    # forward 4 s^2 h d, backward 2.5 times that: 14 * 4096^2 * 8 * 64 = 120 GFLOP without a mask
+    assert bench.tflops(replace(JOB, causal=False), 1.0) == pytest.approx(0.120, rel=0.01)
+    assert bench.tflops(JOB, 1.0) == pytest.approx(0.060, rel=0.01)
+
+
+def test_reduction_is_against_the_measured_ring_only():
+    less = replace(SANE, bytes_forward=600, bytes_backward=900)
+    with_ring = bench._row(JOB, TileShape(2, 2), less, SANE, SANE)
+    without = bench._row(JOB, TileShape(2, 2), less, SANE, None)
+    assert (with_ring["reduction"], without["reduction"]) == (0.5, None)
+    settings = {"ranks": 4, "cores": 2, "seq_len": 64, "batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64}
+    settings |= {"dtype": "float32", "causal": True, "exchange": "direct", "repeats": 3}
+    single = {"seconds": 1.0, "cpu_seconds": 1.0, "max_error": 0.0}
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))
+    console.print(bench.table([with_ring], single, settings))
+    assert "-50.0%" in console.export_text()
+
+
+def test_a_rank_that_fails_is_named_and_none_is_left(monkeypatch, capfd):
+    """A kernel that no rank can build stands for any failure in a rank; the check before the start is skipped."""
+    with pytest.raises(BenchError, match=r"(?s)rank \d failed.*kernel te: kernel not installed"):
+        run_job(replace(JOB, seq_len=64, kernel="te"))
+    assert not ranks_alive()
+
+
+def test_ranks_that_hang_end_at_the_time_limit(capsys, monkeypatch):
+    assert main(["bench", "--seq-len", "4096", "--repeats", "500", "--time-limit", "6"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--time-limit 6 s" in err
+    assert not ranks_alive()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+def test_an_interrupt_leaves_no_rank():
+    command = [sys.executable, "-m", "megatron_mesh_cp.cli.main", "bench", "--seq-len", "4096", "--repeats", "500"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        family = psutil.Process(process.pid)
+        deadline = time.monotonic() + 60
+        while len(family.children(recursive=True)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        children = family.children(recursive=True)
+        assert len(children) >= 5
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+    finally:
+        process.kill()
+
+
+def ranks_alive() -> list[psutil.Process]:
+    """Processes of a bench that are left over; forked ranks carry the name of what they run for a while."""
+    return [p for p in bench_ranks.mp.active_children() if p.is_alive()]
