@@ -199,6 +199,8 @@ def table(rows: list[dict], single: dict, settings: dict) -> Table:
         "CPU s: of all ranks together; ratio: to that of one process",
         caption_justify="left",
         box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
     )
     out.add_column("tile")
     for title in ("fwd MiB", "bwd MiB", "vs ring", "seconds", "waiting", "CPU s", "ratio", "error"):

@@ -93,7 +93,7 @@ def run_job(job: Job) -> Result:
                     "hanging but slow, raise --time-limit, or lower --seq-len or --repeats"
                 )
         return receiver.recv()
-    except mp.ProcessException as error:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         raise BenchError(f"rank {error.error_index} failed:\n{error}") from None
     finally:
         for process in ranks.processes:

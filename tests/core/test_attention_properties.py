@@ -159,6 +159,23 @@ def test_gradients_of_keys_come_from_other_ranks_rows(ranks, tile):
         assert max(found.values()) < 1e-10, found
 
 
+def one_token_counts(case: Case) -> float:
+    groups = mesh_groups(case.tile)
+    worst = 0.0
+    for token in (0, case.s // 2, case.s - 1):
+        dout = torch.zeros_like(inputs(case)[3])
+        dout[token] = inputs(case)[3][token]
+        got, want = run_mesh(case, groups, dout), local_part(dense(case, dout), case, groups)
+        worst = max(worst, *((g - w).abs().max().item() for g, w in zip(got, want, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("tile", TILES_4)
+def test_a_loss_on_one_token_gives_the_gradients_of_dense(ranks, tile):
+    """MLM #7452: one valid token, in the first or in the last shard, gave half the gradient."""
+    assert max(ranks(4).run(one_token_counts, Case(s=64, tile=tile))) < 1e-10
+
+
 def gradcheck(case: Case) -> bool:
     """The op of one rank against finite differences; n = 1, so that the others need not join each evaluation."""
     groups = mesh_groups("1x1", members=(dist.get_rank(),)) if dist.get_world_size() == 1 else mesh_groups(case.tile)

@@ -113,7 +113,7 @@ SIDE_BY_SIDE = {
         None,
         2,  # data parallel 2: experts draw their first weights by expert-parallel rank
     ),
-    "MTP": (2, "--mtp-num-layers 1", None, 1),
+    "unequal token counts": (4, f"{GQA} --eod-mask-loss --calculate-per-token-loss", None, 1),
     "MHA, full recompute": (
         2,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -130,6 +130,19 @@ SIDE_BY_SIDE = {
 def test_mesh_trains_as_cp_1_beside_other_parallelism(train, ranks, flags, same_at_cp1, ranks_cp1):
     reference = train(flags if same_at_cp1 is None else same_at_cp1, ranks_cp1)
     assert_same_training(train(f"{flags} {mesh(2, '2x1')}", ranks), reference)
+
+
+def test_the_core_attention_of_multi_token_prediction_is_swapped_too(train):
+    """Megatron weighs the MTP loss of each shard by the shard's own token count, and the last token has no target:
+    under any CP that loss differs from CP=1 by its third digit. So the main loss is compared with the MTP loss
+    scaled down, and the MTP loss itself within what that leaves.
+    """
+    flags = f"{GQA} --mtp-num-layers 1 --mtp-loss-scaling-factor 1e-3"
+    run, reference = train(f"{flags} {mesh(2, '2x1')}", 2), train(flags, 1)
+    assert_same_training(run, reference)
+    mtp = [[entry.values["mtp_1 loss"] for entry in r.iterations] for r in (run, reference)]
+    assert mtp[0] == pytest.approx(mtp[1], rel=2e-3)
+    assert mtp[0][-1] < mtp[0][0] - 0.3
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,167 @@
+"""The flags on Megatron's own parser: what they resolve to, and what is refused with a way out."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+
+import pytest
+from packaging.version import Version
+
+from megatron_mesh_cp.megatron.args import add_args, resolve_args
+from megatron_mesh_cp.megatron.versions import check_megatron
+from megatron_mesh_cp.tile import TileShape
+
+BASE = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
+    --micro-batch-size 1 --attention-dropout 0 --no-create-attention-mask-in-dataloader --transformer-impl local
+    --context-parallel-size 4 --context-parallel-algo mesh
+"""
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_args(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+@pytest.fixture
+def resolve(parser):
+    return lambda flags="": resolve_args(parser.parse_args(shlex.split(f"{BASE} {flags}")))
+
+
+def test_megatron_is_the_default_and_changes_nothing(parser):
+    args = parser.parse_args([])
+    assert args.context_parallel_algo == "megatron"
+    before = dict(vars(args))
+    assert resolve_args(args) is None
+    assert vars(args) == before
+
+
+def test_auto_takes_the_tile_with_the_fewest_bytes_for_the_models_head_ratio(resolve):
+    assert resolve().tile == TileShape(2, 2)
+    assert resolve("--group-query-attention --num-query-groups 2").tile == TileShape(1, 4)
+    assert resolve("--context-parallel-size 16 --seq-length 1024").tile == TileShape(4, 4)
+    assert resolve("--context-parallel-size 16 --group-query-attention --num-query-groups 2").tile == TileShape(2, 8)
+    # The ratio is that of one tensor-parallel rank: 8 heads and 2 groups on TP 8 are 1 and 1.
+    tp = "--tensor-model-parallel-size 8 --group-query-attention --num-query-groups 2"
+    assert resolve(tp).tile == TileShape(2, 2)
+
+
+def test_flags_reach_the_settings(resolve):
+    mesh = resolve(
+        "--mesh-tile-shape 4x1 --mesh-tile-shape-backward 2x2 --mesh-exchange shift --mesh-kernel reference "
+        "--mesh-log-comm --bf16"
+    )
+    assert (str(mesh.tile), str(mesh.tile_backward)) == ("4x1", "2x2")
+    assert (mesh.exchange, mesh.kernel, mesh.log_comm) == ("shift", "reference", True)
+    assert mesh.shape.item_bytes == 2
+    assert resolve("--mesh-tile-shape-backward auto").tile_backward.size == 4
+
+
+def test_the_alias_of_the_algorithm_is_accepted(parser):
+    args = parser.parse_args(shlex.split(BASE.replace("algo mesh", "algo mesh_cp_algo")))
+    assert resolve_args(args).tile == TileShape(2, 2)
+
+
+def test_a_parser_that_has_the_flag_already_gets_mesh_as_one_more_choice():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--context-parallel-algo", choices=["ulysses_cp_algo", "megatron_cp_algo"])
+    add_args(parser)
+    assert parser.parse_args(["--context-parallel-algo", "mesh"]).context_parallel_algo == "mesh"
+    assert parser.parse_args(["--context-parallel-algo", "ulysses_cp_algo"]).context_parallel_algo == "ulysses_cp_algo"
+
+
+BAD_VALUES = {
+    "--context-parallel-algo Mesh": "unknown algorithm 'Mesh': choose from megatron, mesh; did you mean mesh?",
+    "--context-parallel-algo meshh": "unknown algorithm 'meshh': choose from megatron, mesh; did you mean mesh?",
+    "--mesh-tile-shape 2": "'2' is no tile: give auto, or AxB",
+    "--mesh-tile-shape 2*2": "'2*2' is no tile",
+    "--mesh-tile-shape 0x4": "'0x4' is no tile",
+    "--mesh-tile-shape same": "'same' is no tile",
+    "--mesh-tile-shape-backward two": "give same or auto, or AxB",
+    "--mesh-exchange ring": "unknown exchange 'ring': choose from direct, shift",
+    "--mesh-kernel sdpaa": "did you mean sdpa?",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_VALUES.items(), ids=BAD_VALUES)
+def test_rejects_a_bad_value_at_parse_time_with_the_choices(parser, capsys, flags, message):
+    """The help text of --cp-comm-type says `allgather`, Transformer Engine refuses it at the first forward."""
+    with pytest.raises(SystemExit):
+        parser.parse_args(flags.split())
+    assert message in capsys.readouterr().err
+
+
+REFUSED = {
+    "tile of another size": ("--mesh-tile-shape 8x2", r"context_parallel_size 4 with --mesh-tile-shape 8x2 = 16.*try"),
+    "backward tile": ("--mesh-tile-shape-backward 3x1", "--mesh-tile-shape-backward 3x1 = 3"),
+    "sequence length": ("--seq-length 100", "--seq-length 100 with context_parallel_size 4.*= 8; try 96 or 104"),
+    "dropout": ("--attention-dropout 0.1", "--attention-dropout 0.1.*pass --attention-dropout 0"),
+    "window": ("--window-size 127,0", r"--window-size \(127, 0\).*sliding-window"),
+    "window layers": ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2.*sliding-window"),
+    "softmax offset": ("--softmax-type off-by-one", "--softmax-type off-by-one.*use vanilla"),
+    "sink": ("--softmax-type learnable", "--softmax-type learnable.*use vanilla"),
+    "reset mask": ("--reset-attention-mask", "--reset-attention-mask True.*packed"),
+    "documents": ("--dataloader-inter-document-masking", "--dataloader-inter-document-masking True.*packed"),
+    "sft": ("--sft", "--sft True.*packed"),
+    "hybrid cp": ("--hybrid-context-parallel", "--hybrid-context-parallel True"),
+    "dsa": ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa"),
+    "hybrid model": ("--hybrid-layer-pattern M*", "--hybrid-layer-pattern M"),
+    "mla": ("--multi-latent-attention", "--multi-latent-attention True"),
+    "spec": ("--spec module name", "--spec .*module.*leave the flag out"),
+    "qk clip": ("--qk-clip", "--qk-clip True"),
+    "max logit": ("--log-max-attention-logit", "--log-max-attention-logit True"),
+    "cuda graphs": ("--cuda-graph-impl local", "--cuda-graph-impl local"),
+    "cp comm type": ("--cp-comm-type a2a", "--cp-comm-type a2a.*leave --cp-comm-type out"),
+    "attention backend": ("--attention-backend flash", "--attention-backend flash.*use --mesh-kernel"),
+    "inference impl": ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized"),
+    "query heads": (
+        "--group-query-attention --num-query-groups 3",
+        "--num-attention-heads 8 with --num-query-groups 3",
+    ),
+    "tensor parallel": (
+        "--tensor-model-parallel-size 3",
+        "--num-attention-heads 8 with --tensor-model-parallel-size 3",
+    ),
+    "hierarchical sizes": ("--hierarchical-context-parallel-sizes 4 1", "--hierarchical-context-parallel-sizes 4 1"),
+    "te": ("--mesh-kernel te", "--mesh-kernel te: kernel not installed"),
+    "flash": ("--mesh-kernel flash", "--mesh-kernel flash: kernel not installed"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED.values(), ids=REFUSED)
+def test_rejects_what_mesh_cannot_do_naming_the_flag_and_a_way_out(resolve, flags, message):
+    """MLM PR #1160, TE #2541, TE #961, MLM #2797, #4878: never another mask, algorithm or kernel than was asked for."""
+    with pytest.raises(ValueError, match=message):
+        resolve(flags)
+
+
+def test_rejects_a_dense_mask_from_the_data_loader(parser):
+    """MLM #1025, NeMo #14526: a dense s x s mask at 128k."""
+    flags = BASE.replace("--no-create-attention-mask-in-dataloader", "")
+    with pytest.raises(ValueError, match="128 x 128 attention mask.*pass --no-create-attention-mask-in-dataloader"):
+        resolve_args(parser.parse_args(shlex.split(flags)))
+
+
+MEANINGLESS = ["--mesh-tile-shape 2x2", "--mesh-exchange shift", "--mesh-kernel sdpa", "--mesh-log-comm"]
+
+
+@pytest.mark.parametrize("flags", MEANINGLESS)
+def test_rejects_a_mesh_flag_that_would_silently_do_nothing(parser, flags):
+    args = parser.parse_args(flags.split())
+    with pytest.raises(ValueError, match=f"{flags.split()[0]} .*has no effect with --context-parallel-algo megatron"):
+        resolve_args(args)
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "1.0", "0.20.0rc1"])
+def test_rejects_a_megatron_outside_the_supported_range(version):
+    with pytest.raises(ValueError, match=f"megatron-core {re.escape(version)} is not supported.*0.16.*0.20"):
+        check_megatron(Version(version))
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.19.2", "0.19.0rc5"])
+def test_allows_the_supported_megatrons(version):
+    assert check_megatron(Version(version)) == Version(version)
