@@ -105,7 +105,7 @@ def _configure(argv: list[str] | None) -> Namespace:
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]  # parse_args() reads no other list
     args = parse_args(extra_args_provider=add_args)
-    _refuse_unsupported(args)
+    refuse_unsupported(args)
     check_save_folder(args)
     if args.use_checkpoint_args:
         _take_checkpoint_args(args)
@@ -115,7 +115,7 @@ def _configure(argv: list[str] | None) -> Namespace:
     return args
 
 
-def _refuse_unsupported(args: Namespace) -> None:
+def refuse_unsupported(args: Namespace) -> None:
     for attribute, flag, what in _UNSUPPORTED:
         if getattr(args, attribute, None):
             raise ValueError(

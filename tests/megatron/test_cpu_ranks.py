@@ -184,8 +184,8 @@ def _folder_of(pid: str) -> str | None:
 @pytest.mark.parametrize(("attribute", "flag", "what"), pretrain._UNSUPPORTED)
 def test_rejects_what_the_entry_cannot_do_by_the_name_of_its_flag(attribute, flag, what):
     with pytest.raises(ValueError, match=f"^{flag} "):
-        pretrain._refuse_unsupported(Namespace(**{attribute: "given"}))
-    pretrain._refuse_unsupported(Namespace(**{attribute: None}))
+        pretrain.refuse_unsupported(Namespace(**{attribute: "given"}))
+    pretrain.refuse_unsupported(Namespace(**{attribute: None}))
 
 
 def test_every_rejected_flag_is_one_that_megatron_has(tmp_path):

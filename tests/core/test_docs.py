@@ -1,0 +1,53 @@
+"""What the documents show is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_mesh_cp.draw import describe
+from megatron_mesh_cp.plan import Direction
+from megatron_mesh_cp.schedule import make_plan
+from megatron_mesh_cp.tile import TileShape
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("tile", "direction", "exchange"),
+    [((2, 2), "forward", "direct"), ((2, 2), "backward", "direct"), ((3, 2), "backward", "shift")],
+)
+def test_the_drawn_schedules_are_the_plans(tile, direction, exchange):
+    """TE #2484: a user could not tell whether a dKV hop was a bug."""
+    text = describe(make_plan(TileShape(*tile), Direction(direction), exchange), 0)
+    assert text in (ROOT / "docs" / "schedule.md").read_text()
+
+
+def readme_example(code: str) -> list[int]:
+    """Run the README's example on this rank, which is one of four."""
+    import torch
+
+    scope: dict = {}
+    exec(code, scope)
+    assert torch.isfinite(scope["q"].grad).all()
+    return list(scope["out"].shape)
+
+
+def test_the_readmes_python_example_runs_on_four_ranks(ranks):
+    """TE #1368: the documented example is executed in CI."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert ranks(4).run(readme_example, code) == [[256, 1, 8, 64]] * 4
+
+
+def test_the_readmes_table_of_refusals_quotes_errors_that_exist():
+    """MLM #2797, #4878: the list of what is not supported, each with the error text it gives."""
+    from test_args import REFUSED
+
+    readme = (ROOT / "README.md").read_text()
+    quoted = re.findall(r"^\| `(--[a-z-]+)[^|]*\| ", readme, re.MULTILINE)
+    refused = {message for _, message in REFUSED.values()}
+    assert len(quoted) > 10
+    for flag in quoted:
+        assert any(flag in message for message in refused), flag
