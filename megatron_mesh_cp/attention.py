@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .cost import check_heads
 from .executor import BackwardRun, ForwardRun, Problem
-from .groups import MeshGroups, verified_plan
+from .groups import MeshGroups
 from .kernels import Kernel, select_kernel
 from .layout import check_layout
 from .merge import row_delta
@@ -93,8 +93,8 @@ class _Call:
     qkv_format: str
 
     def problem(self, direction: Direction) -> Problem:
-        plan = verified_plan(self.groups.tile_of(direction), direction, self.exchange)
-        return Problem(self.groups, plan, self.kernel, self.causal, self.scale, self.layout)
+        program = self.groups.program(direction, self.exchange)
+        return Problem(self.groups, program, self.kernel, self.causal, self.scale, self.layout)
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """A [b, h, s, d] view; the kernels want a contiguous last dimension."""

@@ -61,15 +61,17 @@ class AttentionShape:
         }[payload]
 
     def partial_bytes(self, payload: Payload) -> int:
-        """Bytes of the accumulator of a result (in the dtype of the statistics)."""
+        """Bytes of the accumulator of a result (in the dtype of the statistics).
+
+        With that of dQ goes the stand-in for O of the same rows, which some kernels need; see merge.stand_in_out.
+        """
         v_dim = self.v_head_dim or self.head_dim
         kv_rows = self.seq_local * self.batch * self.kv_heads
-        values = {
-            Payload.O: self.rows * (v_dim + 1),
-            Payload.DQ: self.rows * self.head_dim,
-            Payload.DKV: kv_rows * (self.head_dim + v_dim),
-        }
-        return values.get(payload, 0) * self.stat_bytes
+        return {
+            Payload.O: self.rows * (v_dim + 1) * self.stat_bytes,
+            Payload.DQ: self.rows * (self.head_dim * self.stat_bytes + v_dim * self.item_bytes),
+            Payload.DKV: kv_rows * (self.head_dim + v_dim) * self.stat_bytes,
+        }.get(payload, 0)
 
 
 def check_heads(heads: int, kv_heads: int, flag: str = "heads", kv_flag: str = "kv heads") -> None:

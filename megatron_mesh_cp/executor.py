@@ -14,7 +14,7 @@ from .groups import MeshGroups
 from .kernels import Kernel
 from .layout import BlockKind, block_kind
 from .merge import NEG_INF, clean_lse, merge_, stand_in_out, stats_dtype
-from .plan import Block, Direction, Event, EventKind, Item, Payload, Plan, Transfer
+from .plan import Block, Direction, Event, EventKind, Item, Payload, Transfer
 from .wire import Wire
 
 Tensors = tuple[torch.Tensor, ...]
@@ -23,10 +23,10 @@ _ALL = slice(None)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed: over which groups, by which plan and kernel."""
+    """What is to be computed: over which groups, by which program and kernel."""
 
     groups: MeshGroups
-    plan: Plan
+    program: tuple[Event, ...]  # this rank's part of a verified plan
     kernel: Kernel
     causal: bool
     scale: float
@@ -63,7 +63,7 @@ class _Run:
         watcher = self.p.groups.watcher
         counters = self.p.groups.counters
         counters.calls[self.direction.value] = counters.calls.get(self.direction.value, 0) + 1
-        for number, event in enumerate(self.p.plan.program(self.rank)):
+        for number, event in enumerate(self.p.program):
             if event.kind is EventKind.START:
                 self._start(event)
             elif event.kind is EventKind.FINISH:
@@ -71,7 +71,7 @@ class _Run:
             else:
                 self._compute(event.block)
             if watcher is not None:
-                watcher(self.direction, number, self._held_bytes())
+                watcher(self.direction, number, sum(t.numel() * t.element_size() for t in self._held()))
             self._release(event)
 
     def _start(self, event: Event) -> None:
@@ -120,10 +120,10 @@ class _Run:
     def _channel(self, event: Event):
         return self.p.groups.channel(self.direction, event.transfers[0].payload.channel)
 
-    def _held_bytes(self) -> int:
-        messages = [*self.chunks.values(), *self.results.values()]
+    def _held(self) -> list[torch.Tensor]:
+        """Every tensor that outlives an event: messages and accumulators."""
         partials = [t for parts in self.partials.values() for t in parts]
-        return sum(t.numel() * t.element_size() for t in [*messages, *partials])
+        return [*self.chunks.values(), *self.results.values(), *partials]
 
 
 class ForwardRun(_Run):
@@ -206,7 +206,7 @@ class BackwardRun(_Run):
         }
         self._bundle = (q, dout, lse, delta)
         super().__init__(problem, {(Payload.QDO, rank): self._bundle, (Payload.KV, rank): (k, v)}, wires)
-        self._stand_ins: dict[int, torch.Tensor | None] = {}
+        self._stand_ins: dict[int, torch.Tensor] = {}
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq [b, hq, s, d], dk [b, hkv, s, d], dv [b, hkv, s, dv] in the accumulation dtype."""
@@ -250,6 +250,9 @@ class BackwardRun(_Run):
             _, dout, _, delta = self.inputs[(Payload.QDO, row)]
             self._stand_ins[row] = stand_in_out(dout, delta)
         return self._stand_ins[row]
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*super()._held(), *self._stand_ins.values()]
 
     def _release(self, event: Event) -> None:
         super()._release(event)

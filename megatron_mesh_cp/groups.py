@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch.distributed as dist
 
 from .comm import ChannelComm, Counters, warm_up
-from .plan import Channel, Direction, Plan
+from .plan import Channel, Direction, Event, Plan
 from .schedule import make_plan
 from .tile import TileShape
 from .verify import verify
@@ -62,6 +62,7 @@ class MeshGroups:
         self.tile_backward.check_size(self.size, "backward tile")
         self.counters = Counters()
         self.watcher: Watcher | None = None
+        self._programs: dict[tuple[Direction, str], tuple[Event, ...]] = {}
         self._channels: dict[Direction, dict[Channel, ChannelComm]] = {}
         ranks = dist.get_process_group_ranks(cp_group)
         for direction, shape in ((Direction.FORWARD, tile), (Direction.BACKWARD, self.tile_backward)):
@@ -164,6 +165,13 @@ class MeshGroups:
 
     def tile_of(self, direction: Direction) -> TileShape:
         return self.tile if direction is Direction.FORWARD else self.tile_backward
+
+    def program(self, direction: Direction, exchange: str) -> tuple[Event, ...]:
+        """This rank's part of the plan of a direction, proven over all ranks when first asked for."""
+        key = (direction, exchange)
+        if key not in self._programs:
+            self._programs[key] = verified_plan(self.tile_of(direction), direction, exchange).program(self.rank)
+        return self._programs[key]
 
     def __repr__(self) -> str:
         return f"MeshGroups(rank {self.rank} of {self.size}, tile {self.tile}, backward {self.tile_backward})"

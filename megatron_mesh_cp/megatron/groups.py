@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ..groups import MeshGroups, verified_plan
+from ..groups import MeshGroups
 from ..plan import Direction
 from ..tile import TileShape
 from .config import MeshConfig
@@ -29,7 +30,7 @@ def shared_groups(pg_collection: ProcessGroupCollection, mesh: MeshConfig) -> Me
                 "install(args) before Megatron initializes its groups"
             )
         for direction in Direction:
-            verified_plan(groups.tile_of(direction), direction, mesh.exchange)
+            groups.program(direction, mesh.exchange)
         _shared[key] = groups
     return _shared[key]
 
@@ -67,11 +68,14 @@ def make_backward_groups(tile: TileShape) -> list[list[int]]:
     return created
 
 
-def after_model_parallel(make: functools.partial) -> None:
-    """Run `make` as soon as Megatron has made its groups: now, or when initialize_model_parallel returns."""
+def after_model_parallel(make: Callable[[], object]) -> Callable[[], None]:
+    """Run `make` as soon as Megatron has made its groups: now, or when initialize_model_parallel returns.
+
+    Returns what takes the request back, where it has not been met yet.
+    """
     if parallel_state.model_parallel_is_initialized():
         make()
-        return
+        return lambda: None
     original = parallel_state.initialize_model_parallel
 
     @functools.wraps(original)
@@ -80,4 +84,9 @@ def after_model_parallel(make: functools.partial) -> None:
         original(*args, **kwargs)
         make()
 
+    def undo() -> None:
+        if parallel_state.initialize_model_parallel is initialize_model_parallel:
+            parallel_state.initialize_model_parallel = original
+
     parallel_state.initialize_model_parallel = initialize_model_parallel
+    return undo

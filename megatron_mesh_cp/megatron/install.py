@@ -49,7 +49,7 @@ def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | Non
     if mesh.tile_backward != mesh.tile:
         from .groups import after_model_parallel, make_backward_groups
 
-        after_model_parallel(functools.partial(make_backward_groups, mesh.tile_backward))
+        _undo.append(after_model_parallel(functools.partial(make_backward_groups, mesh.tile_backward)))
     if mesh.log_comm:
         from .log_comm import wrap_training_log
 

@@ -88,7 +88,7 @@ def test_live_buffers_stay_within_the_plans_bound_at_each_event(ranks, n, exchan
             assert len(seen) > 2 * (tile.size - 1)
             assert all(held <= planned for _, _, held, planned in seen), seen
             peak = max(held for _, _, held, _ in seen)
-            assert peak >= 0.8 * max(planned for _, _, _, planned in seen)  # and the bound is not idle
+            assert peak >= 0.7 * max(planned for _, _, _, planned in seen)  # and the bound is not idle
 
 
 def half_results(case: Case) -> list[torch.Tensor]:

@@ -43,11 +43,25 @@ def test_the_readmes_python_example_runs_on_four_ranks(ranks):
 
 def test_the_readmes_table_of_refusals_quotes_errors_that_exist():
     """MLM #2797, #4878: the list of what is not supported, each with the error text it gives."""
-    from test_args import REFUSED
+    import argparse
+    import shlex
 
-    readme = (ROOT / "README.md").read_text()
-    quoted = re.findall(r"^\| `(--[a-z-]+)[^|]*\| ", readme, re.MULTILINE)
-    refused = {message for _, message in REFUSED.values()}
-    assert len(quoted) > 10
-    for flag in quoted:
-        assert any(flag in message for message in refused), flag
+    from megatron.training.arguments import add_megatron_arguments
+    from test_args import BASE, REFUSED
+
+    from megatron_mesh_cp.megatron.args import add_args, resolve_args
+
+    parser = add_args(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    dense_mask = BASE.replace("--no-create-attention-mask-in-dataloader", "")
+    lines = [f"{BASE} {flags}" for flags, _ in REFUSED.values()] + [dense_mask, "--mesh-tile-shape 2x2"]
+    errors = []
+    for line in lines:
+        with pytest.raises(ValueError) as caught:
+            resolve_args(parser.parse_args(shlex.split(line)))
+        errors.append(str(caught.value))
+    table = (ROOT / "README.md").read_text().split("| refused |")[1].split("\n\n")[0]
+    quotes = re.findall(r"\| `([^|]*)` \|$", table, re.MULTILINE)
+    assert len(quotes) >= 18
+    for quote in quotes:
+        parts = [part.strip() for part in quote.split("...")]
+        assert any(all(part in error for part in parts) for error in errors), quote
