@@ -23,7 +23,7 @@ def shared_groups(pg_collection: ProcessGroupCollection, mesh: MeshConfig) -> Me
     key = (pg_collection.cp, mesh.tile, mesh.tile_backward)
     if key not in _shared:
         other = mesh.tile_backward if mesh.tile_backward != mesh.tile else None
-        groups = MeshGroups.from_megatron(pg_collection, other, _backward.get(other))
+        groups = MeshGroups.from_megatron(pg_collection, other, other and backward_groups_of(other))
         if groups.tile != mesh.tile:
             raise ValueError(
                 f"--mesh-tile-shape {mesh.tile}, but Megatron built hierarchical groups for {groups.tile}; call "
@@ -33,6 +33,11 @@ def shared_groups(pg_collection: ProcessGroupCollection, mesh: MeshConfig) -> Me
             groups.program(direction, mesh.exchange)
         _shared[key] = groups
     return _shared[key]
+
+
+def backward_groups_of(tile: TileShape) -> tuple[dist.ProcessGroup, ...] | None:
+    """Row and column group that `make_backward_groups` made for this rank; None where it made none."""
+    return _backward.get(tile)
 
 
 def all_shared_groups() -> tuple[MeshGroups, ...]:
