@@ -158,18 +158,14 @@ class ForwardRun(_Run):
         out, lse = self.p.kernel.forward(
             q[:, :, rows], k[:, :, columns], v[:, :, columns], kind is BlockKind.CAUSAL, self.p.scale
         )
-        self._merge(item, rows, out, lse)
-
-    def add_result(self, item: Item, parts: Tensors) -> None:
-        self._merge(item, _ALL, *parts)
-
-    def _merge(self, item: Item, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
         if item not in self.partials and rows == _ALL:
-            copied = torch.empty(self.out_shape, dtype=self.acc, device=self.device).copy_(out)
-            self.partials[item] = (copied, clean_lse(lse).to(self.acc, memory_format=torch.contiguous_format))
+            self.partials[item] = (out.to(self.acc), clean_lse(lse).to(self.acc))  # the kernel's own new tensors
             return
         total, total_lse = self._partial(item)
         merge_(total[:, :, rows], total_lse[:, :, rows], out, lse)
+
+    def add_result(self, item: Item, parts: Tensors) -> None:
+        merge_(*self._partial(item), *parts)
 
     def _partial(self, item: Item) -> Tensors:
         if item not in self.partials:
@@ -240,7 +236,8 @@ class BackwardRun(_Run):
         self._add(items[1], columns, (dk, dv))
 
     def add_result(self, item: Item, parts: Tensors) -> None:
-        self._add(item, _ALL, parts)
+        for total, grad in zip(self._partial(item), parts, strict=True):
+            total.add_(grad)
 
     def _stand_in(self, row: int) -> torch.Tensor | None:
         """The stand-in for `out` of a row, made once; O itself does not travel, only delta does."""
@@ -262,11 +259,7 @@ class BackwardRun(_Run):
 
     def _add(self, item: Item, part: slice, grads: Tensors) -> None:
         if item not in self.partials and part == _ALL:
-            shapes = [shape for shape, _ in self.wires[item[0]].parts]
-            self.partials[item] = tuple(
-                torch.empty(shape, dtype=self.acc, device=self.device).copy_(grad)
-                for shape, grad in zip(shapes, grads, strict=True)
-            )
+            self.partials[item] = tuple(grad.to(self.acc) for grad in grads)  # the kernel's own new tensors
             return
         for total, grad in zip(self._partial(item), grads, strict=True):
             total[:, :, part].add_(grad)

@@ -66,11 +66,12 @@ def stand_in_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     delta = delta.to(acc).unsqueeze(-1)
     largest, where = grad.abs().max(-1, keepdim=True)
     safe = largest.clamp_min(tiny)
-    unit = grad / safe
-    # For rows of zeros unit is 0, so is out'; clamp_min(1) holds for every other row, as its largest entry is 1.
-    out = unit * (delta / safe / (unit * unit).sum(-1, keepdim=True).clamp_min(1.0))
-    rounded = out.to(dout.dtype).to(acc)
-    rest = delta - (grad * rounded).sum(-1, keepdim=True)
+    out = grad / safe
+    # For rows of zeros out is 0 and stays so; clamp_min(1) holds for every other row: its largest entry is 1.
+    norm = torch.linalg.vector_norm(out, dim=-1, keepdim=True).square_().clamp_min_(1.0)
+    out.mul_(delta / safe / norm)
+    out = out.to(dout.dtype).to(acc)
+    rest = delta - (grad * out).sum(-1, keepdim=True)
     pivot = grad.gather(-1, where)
     fix = torch.where(pivot != 0, rest / torch.where(pivot != 0, pivot, 1.0), 0.0)
-    return rounded.scatter_add_(-1, where, fix).to(dout.dtype)
+    return out.scatter_add_(-1, where, fix).to(dout.dtype)

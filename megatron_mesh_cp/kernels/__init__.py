@@ -20,6 +20,8 @@ _BUILT: dict[str, type] = {"sdpa": SdpaKernel, "reference": ReferenceKernel}
 class Kernel(Protocol):
     """One block of attention, forward and backward.
 
+    What it returns is new and belongs to the caller, who may write into it.
+
     wants_out: the backward needs `out` and not only `delta`; the caller then passes the stand-in of
     `merge.stand_in_out`, since O does not travel.
     """
