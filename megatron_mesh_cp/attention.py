@@ -61,8 +61,8 @@ def mesh_attention(
 
     Returns: [s/n, b, hq, dv] ("bshd": [b, s/n, hq, dv]) in q's dtype; with return_lse a pair.
 
-    Raises: ValueError, before any communication, for shapes, dtypes or options that are not supported; comm.CommError
-        when a peer dies or hangs.
+    Raises: ValueError, before any communication, for shapes, dtypes or options that are not supported, and at the first
+        call where the ranks disagree on them; comm.CommError when a peer dies or hangs.
     """
     if groups is None:
         raise ValueError("mesh_attention: groups is None; make them with MeshGroups.build or from_megatron")
@@ -70,6 +70,12 @@ def mesh_attention(
         raise ValueError("mesh_attention: packed sequences (qkv_format thd, cu_seqlens) are not supported yet")
     if qkv_format not in _SEQUENCE_AND_BATCH:
         raise ValueError(f"mesh_attention: qkv_format {qkv_format!r}: choose from sbhd, bshd")
+    if not isinstance(causal, bool):
+        raise ValueError(
+            f"mesh_attention: causal must be True or False, got {causal!r}; mask tensors are not supported"
+        )
+    if not isinstance(softmax_scale, float | int | None):
+        raise ValueError(f"mesh_attention: softmax_scale must be a number, got {type(softmax_scale).__name__}")
     check_exchange(exchange)
     check_layout(layout)
     _check_tensors(q, k, v, qkv_format, layout, causal, groups.size)
@@ -77,7 +83,11 @@ def mesh_attention(
         kernel, dtype=q.dtype, device_type=q.device.type, head_dim=q.shape[-1], v_head_dim=v.shape[-1]
     )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    call = _Call(groups, chosen, bool(causal), scale, exchange, layout, qkv_format)
+    call = _Call(groups, chosen, causal, scale, exchange, layout, qkv_format)
+    groups.check_agreement(
+        f"q {list(q.shape)} k {list(k.shape)} v {list(v.shape)} {qkv_format} {q.dtype}, causal {causal}, "
+        f"scale {scale}, exchange {exchange}, layout {layout}"
+    )
     out, lse = _MeshAttention.apply(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -111,8 +121,8 @@ class _Call:
 class _MeshAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call):
-        run = ForwardRun(call.problem(Direction.FORWARD), *map(call.heads_first, (q, k, v)))
-        out, lse = run.run()
+        with torch.autocast(q.device.type, enabled=False):  # the kernels choose their precision themselves
+            out, lse = ForwardRun(call.problem(Direction.FORWARD), *map(call.heads_first, (q, k, v))).run()
         out = call.as_given(out, q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse)
@@ -125,16 +135,18 @@ class _MeshAttention(torch.autograd.Function):
         call = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
         dout_h, out_h = call.heads_first(dout), call.heads_first(out)
-        run = BackwardRun(
-            call.problem(Direction.BACKWARD),
-            *map(call.heads_first, (q, k, v)),
-            dout_h,
-            lse,
-            row_delta(dout_h, out_h),
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            run = BackwardRun(
+                call.problem(Direction.BACKWARD),
+                *map(call.heads_first, (q, k, v)),
+                dout_h,
+                lse,
+                row_delta(dout_h, out_h),
+            )
+            results = run.run()
         grads = tuple(
             call.as_given(grad, x.dtype) if wanted else None
-            for grad, x, wanted in zip(run.run(), (q, k, v), ctx.needs_input_grad[:3], strict=True)
+            for grad, x, wanted in zip(results, (q, k, v), ctx.needs_input_grad[:3], strict=True)
         )
         return *grads, None
 

@@ -76,7 +76,7 @@ class ChannelComm:
         self.name, self.group, self.rank, self.counters = name, group, rank, counters
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._global = dict(members)
-        self._flying: list[tuple[dist.Work, Transfer]] | None = None
+        self._flying: list[tuple[dist.Work, list[Transfer]]] | None = None
         self._where = ""
 
     def start(self, batch: list[tuple[Transfer, torch.Tensor]], where: str, direction: str) -> None:
@@ -88,10 +88,11 @@ class ChannelComm:
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise self._error(ordered[0][0], where, error) from error
-        # NCCL gives one Work for the whole group of operations.
-        named = [transfer for transfer, _ in ordered]
-        self._flying = list(zip(works, named if len(works) == len(named) else named[:1], strict=False))
+            raise self._error([transfer for transfer, _ in ordered], where, error) from error
+        named = [[transfer] for transfer, _ in ordered]
+        if len(works) != len(named):  # NCCL gives one Work for the whole group of operations
+            named = [[transfer for transfer, _ in ordered]] * len(works)
+        self._flying = list(zip(works, named, strict=True))
         self._where = where
 
     def finish(self) -> None:
@@ -100,14 +101,14 @@ class ChannelComm:
             raise RuntimeError(f"{self.name} channel: there is no batch to finish")
         flying, self._flying = self._flying, None
         begin = time.perf_counter()
-        for work, transfer in flying:
+        for work, transfers in flying:
             try:
                 if self._timeout is None:
                     work.wait()
                 else:
                     work.wait(self._timeout)
             except RuntimeError as error:
-                raise self._error(transfer, self._where, error) from error
+                raise self._error(transfers, self._where, error) from error
         self.counters.waited += time.perf_counter() - begin
 
     def _op(self, transfer: Transfer, buffer: torch.Tensor, direction: str) -> dist.P2POp:
@@ -121,15 +122,23 @@ class ChannelComm:
         self.counters.messages += transfer.send
         return dist.P2POp(dist.isend if transfer.send else dist.irecv, buffer, self._global[transfer.peer], self.group)
 
-    def _error(self, transfer: Transfer, where: str, error: Exception) -> CommError:
+    def abandon(self) -> None:
+        """Forget a batch in flight after a failure, buffers and all."""
+        self._flying = None
+
+    def _error(self, transfers: list[Transfer], where: str, error: Exception) -> CommError:
+        named = " or ".join(f"{t} (global rank {self._global[t.peer]})" for t in transfers)
         return CommError(
-            f"CP rank {self.rank}: could not {transfer} (global rank {self._global[transfer.peer]}) over the "
-            f"{self.name} channel in {where}. That rank, or one it waits for, has died or hangs. Cause: {error}"
+            f"CP rank {self.rank}: could not {named} over the {self.name} channel in {where}. That rank, or one it "
+            f"waits for, has died or hangs. Cause: {error}"
         )
 
 
 def warm_up(group: dist.ProcessGroup) -> None:
     """One collective over a group when it is built, so that no communicator is made lazily in mid-step."""
-    backend = dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    # "cpu:gloo,cuda:nccl" is one group with a backend for each type of device.
+    for device in sorted({device.type for device in group._device_types}):
+        if device == "cpu":
+            dist.all_reduce(torch.zeros(1), group=group)
+        elif device == "cuda" and torch.cuda.is_available():
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -42,11 +42,11 @@ class _Run:
         self.p = problem
         self.rank = problem.groups.rank
         self.inputs = dict(own)  # chunks that blocks can read
-        self.own = frozenset(own)
         self.wires = wires
         self.partials: dict[Item, Tensors] = {}  # accumulators of results
         self.chunks: dict[Item, torch.Tensor] = {}  # input messages: own packed, received, or under way
         self.results: dict[Transfer, torch.Tensor] = {}  # result messages under way, to here or to their owner
+        self._callers = {t.untyped_storage().data_ptr() for parts in own.values() for t in parts}
         first = next(iter(own.values()))[0]
         self.device, self.dtype, self.acc = first.device, first.dtype, stats_dtype(first.dtype)
 
@@ -60,6 +60,14 @@ class _Run:
 
     def execute(self) -> None:
         """Run the program of this rank, event by event."""
+        self.p.groups.check_usable()
+        try:
+            self._execute()
+        except BaseException as error:
+            self.p.groups.mark_broken(error)
+            raise
+
+    def _execute(self) -> None:
         watcher = self.p.groups.watcher
         counters = self.p.groups.counters
         counters.calls[self.direction.value] = counters.calls.get(self.direction.value, 0) + 1
@@ -71,7 +79,7 @@ class _Run:
             else:
                 self._compute(event.block)
             if watcher is not None:
-                watcher(self.direction, number, sum(t.numel() * t.element_size() for t in self._held()))
+                watcher(self.direction, number, self._held_bytes())
             self._release(event)
 
     def _start(self, event: Event) -> None:
@@ -121,9 +129,14 @@ class _Run:
         return self.p.groups.channel(self.direction, event.transfers[0].payload.channel)
 
     def _held(self) -> list[torch.Tensor]:
-        """Every tensor that outlives an event: messages and accumulators."""
-        partials = [t for parts in self.partials.values() for t in parts]
-        return [*self.chunks.values(), *self.results.values(), *partials]
+        """Every tensor that outlives an event but for the caller's own: messages and accumulators."""
+        parts = [t for box in (self.inputs, self.partials) for parts in box.values() for t in parts]
+        return [*self.chunks.values(), *self.results.values(), *parts]
+
+    def _held_bytes(self) -> int:
+        """Memory behind what is held, each piece once however many views there are of it."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._held()}
+        return sum(size for pointer, size in storages.items() if pointer not in self._callers)
 
 
 class ForwardRun(_Run):
@@ -200,8 +213,7 @@ class BackwardRun(_Run):
             Payload.DQ: Wire((q_part,)),
             Payload.DKV: Wire((k_part, v_part)),
         }
-        self._bundle = (q, dout, lse, delta)
-        super().__init__(problem, {(Payload.QDO, rank): self._bundle, (Payload.KV, rank): (k, v)}, wires)
+        super().__init__(problem, {(Payload.QDO, rank): (q, dout, lse, delta), (Payload.KV, rank): (k, v)}, wires)
         self._stand_ins: dict[int, torch.Tensor] = {}
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

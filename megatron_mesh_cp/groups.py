@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from .comm import ChannelComm, Counters, warm_up
+from .comm import ChannelComm, CommError, Counters, warm_up
 from .plan import Channel, Direction, Event, Plan
 from .schedule import make_plan
 from .tile import TileShape
@@ -62,6 +62,8 @@ class MeshGroups:
         self.tile_backward.check_size(self.size, "backward tile")
         self.counters = Counters()
         self.watcher: Watcher | None = None
+        self._broken: BaseException | None = None
+        self._agreed = False
         self._programs: dict[tuple[Direction, str], tuple[Event, ...]] = {}
         self._channels: dict[Direction, dict[Channel, ChannelComm]] = {}
         ranks = dist.get_process_group_ranks(cp_group)
@@ -165,6 +167,33 @@ class MeshGroups:
 
     def tile_of(self, direction: Direction) -> TileShape:
         return self.tile if direction is Direction.FORWARD else self.tile_backward
+
+    def check_agreement(self, call: str) -> None:
+        """At the first call, compare what the ranks are about to do; other shapes or masks would give wrong numbers.
+
+        Raises ValueError on every rank where they differ.
+        """
+        if not self._agreed and self.size > 1:
+            _check_agreement(self.cp_group, call)
+        self._agreed = True
+
+    def check_usable(self) -> None:
+        """Raise CommError if an earlier call failed half way: the ranks are out of step then."""
+        if self._broken is not None:
+            raise CommError(
+                f"CP rank {self.rank}: an earlier mesh attention failed on this rank ({self._broken!r}), so the ranks "
+                "are out of step; restart the job"
+            )
+
+    def mark_broken(self, error: BaseException) -> None:
+        """Remember why a call failed half way, and let go of what was under way."""
+        self._broken = self._broken or error
+        for channels in self._channels.values():
+            for channel in channels.values():
+                channel.abandon()
+
+    def __deepcopy__(self, memo: dict) -> MeshGroups:
+        return self  # process groups cannot be copied; a copy of a model talks over the same ones
 
     def program(self, direction: Direction, exchange: str) -> tuple[Event, ...]:
         """This rank's part of the plan of a direction, proven over all ranks when first asked for."""

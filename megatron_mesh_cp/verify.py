@@ -20,7 +20,7 @@ tests.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .plan import Channel, Event, EventKind, Item, Payload, Plan, PlanError, Transfer
@@ -40,19 +40,21 @@ class Verified:
 def verify(plan: Plan) -> Verified:
     """Check a plan over all ranks; see the module's list. Raises PlanError with the first problems found."""
     problems: list[str] = []
+    n = plan.tile.size
     transfers = None if plan.explicit else _check_template(plan, problems)
     if transfers is None and not problems:
-        programs = [plan.program(rank) for rank in range(plan.tile.size)]
+        programs = [plan.program(rank) for rank in range(n)]
         _check_blocks(plan, programs, problems)
         for rank, program in enumerate(programs):
             _check_rank(plan, rank, program, problems)
+        problems += [f"steps for rank {rank}, which is not in the tile" for rank in set(plan.explicit) - set(range(n))]
         _check_step_counts(plan, problems)
         transfers = _check_matching(plan, programs, problems)
     if problems:
         more = f"\n  ... and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
         listed = "\n  ".join(problems[:_MOST])
         raise PlanError(f"{plan.direction.value} plan, tile {plan.tile}, {plan.exchange} exchange:\n  {listed}{more}")
-    return Verified(plan.tile.size, plan.tile.size**2, transfers)
+    return Verified(n, n * n, transfers)
 
 
 def _check_template(plan: Plan, problems: list[str]) -> int | None:
@@ -78,8 +80,6 @@ def _check_template(plan: Plan, problems: list[str]) -> int | None:
         if event.kind is EventKind.START:
             sent: dict[int, list[Transfer]] = {}
             for t in event.transfers:
-                if not 0 <= t.chunk < m or not t.peer % m:
-                    problems.append(f"step {event.step}: {t}: offsets must be within the group, and not to oneself")
                 if t.send:
                     sends += 1
                     sent.setdefault(t.peer % m, []).append(t)
@@ -106,7 +106,7 @@ def _check_template(plan: Plan, problems: list[str]) -> int | None:
                     problems.append(f"step {event.step}: {t} brings a share that is already there")
                 shares[item] = shares.get(item, frozenset()) | share
     problems += [f"block at offsets {place} is never computed" for place in sorted(todo)]
-    _check_rank(plan, 0, plan.template_program, problems)
+    _check_rank(plan, 0, plan.template_program, problems, {channel: range(m) for channel, m in size.items()})
     for payload in filter(None, (plan.direction.row_result, plan.direction.column_result)):
         m = size[payload.channel]
         missing = sorted(set(range(m)) - shares.get((payload, 0), frozenset()))
@@ -130,8 +130,22 @@ def _check_blocks(plan: Plan, programs: list[tuple[Event, ...]], problems: list[
             problems.append(f"block ({place // n}, {place % n}) is never computed")
 
 
-def _check_rank(plan: Plan, rank: int, program: tuple[Event, ...], problems: list[str]) -> None:
-    """Inputs before use, and results only when they are complete."""
+def _check_rank(
+    plan: Plan,
+    rank: int,
+    program: tuple[Event, ...],
+    problems: list[str],
+    members: Mapping[Channel, Sequence[int]] | None = None,
+) -> None:
+    """Transfers that the executor can carry, inputs before use, and results only when they are complete.
+
+    members: the ranks of the row and the column; a template has offsets there.
+    """
+    d = plan.direction
+    known = {d.row_input, Payload.KV, d.row_result, d.column_result}
+    if members is None:
+        members = {Channel.ROW: plan.tile.row_group(rank), Channel.COLUMN: plan.tile.column_group(rank)}
+    relative = isinstance(members[Channel.ROW], range)
 
     def report(event: Event, text: str) -> None:
         problems.append(f"rank {rank}, step {event.step}: {text}")
@@ -144,7 +158,7 @@ def _check_rank(plan: Plan, rank: int, program: tuple[Event, ...], problems: lis
             for item in plan.results(event.block):
                 left[item] = left.get(item, 0) + 1
     gone: set[tuple[Payload, int]] = set()
-    arriving: set[tuple[Payload, int]] = set()  # results started to be received, not merged yet
+    arriving: set[tuple[Payload, int]] = set()  # started to be received, not finished yet
     for event in program:
         if event.block is not None:
             for payload, chunk in plan.inputs(event.block):
@@ -159,6 +173,16 @@ def _check_rank(plan: Plan, rank: int, program: tuple[Event, ...], problems: lis
                     )
         for t in event.transfers:
             item = (t.payload, t.chunk)
+            group = members[t.payload.channel]
+            peer = t.peer % len(group) if relative else t.peer
+            if t.payload not in known or t.part != "whole":
+                report(event, f"{t}: a {d.value} has no transfer of {t.part} {t.payload.value.upper()} chunks")
+            elif peer == rank or peer not in group or t.chunk not in group:
+                report(event, f"{t}: peer and chunk must belong to the {t.payload.channel.value} group, not to oneself")
+            elif event.kind is EventKind.START and not t.send and not t.payload.is_result:
+                if item in held or item in arriving:
+                    report(event, f"{t}: it is here already")
+                arriving.add(item)
             if event.kind is EventKind.FINISH:
                 if not t.send and not t.payload.is_result:
                     held.add(item)

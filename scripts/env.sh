@@ -98,5 +98,6 @@ if [[ $(cat "$mesh_cp_venv/.mesh-cp-stamp" 2>/dev/null || true) != "$(mesh_cp_st
     exec 9<&-
 fi
 
+mesh_cp_venv=$(cd "$mesh_cp_venv" && pwd) # the scripts change folder, and a relative PATH would not follow
 export VIRTUAL_ENV=$mesh_cp_venv
 export PATH=$mesh_cp_venv/bin:$PATH

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: the tests are of CPU ranks, on a GPU machine too
+
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -202,17 +202,18 @@ def _is_number(word: str) -> bool:
 def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> None:
     """The checks that each rank makes too, in the same order."""
     from megatron_mesh_cp.megatron.args import resolve_args
+    from megatron_mesh_cp.megatron.install import apply
     from megatron_mesh_cp.megatron.pretrain import refuse_unsupported
     from megatron_mesh_cp.megatron.run_folder import check_save_folder
 
     refuse_unsupported(args)
     check_save_folder(args)
-    mesh = resolve_args(args)
     if args.use_checkpoint_args:  # the rest of the flags is in the checkpoint, which only a rank reads
         return
+    mesh = resolve_args(args)
     checked = copy.deepcopy(args)
-    if mesh is not None and mesh.size > 1:
-        checked.hierarchical_context_parallel_sizes = [mesh.tile.a, mesh.tile.b]
+    if mesh is not None:
+        apply(mesh, checked)
     _megatron_validates(checked, ranks, env)
 
 

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
             f"no recipe at {args.config}; the installed package has none: name configs/quickstart.yaml of a "
             "checkout with --config"
         )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CPU job by design: this release has no fused GPU kernel
     prefix = args.output.resolve() / "data" / "text"
     environ = {**os.environ, "MESH_CP_DATA": str(prefix)}
     load_recipe(args.config, environ=environ)
@@ -111,7 +112,7 @@ def _plan(args: argparse.Namespace, environ: dict[str, str], folder: Path) -> di
     from megatron_mesh_cp.cli.pretrain import plan_launch
 
     main = plan_launch(args.config, environ=environ)
-    iterations = args.iterations or main.args.train_iters
+    iterations = main.args.train_iters if args.iterations is None else args.iterations
     every = main.args.log_interval
     if iterations < every:
         raise ValueError(f"--iterations {iterations}: must be at least --log-interval {every} of {args.config}")
@@ -123,17 +124,14 @@ def _plan(args: argparse.Namespace, environ: dict[str, str], folder: Path) -> di
     )
     short = ("--exit-interval", str(min(_SHORT_RUN * every, iterations - iterations % every)))
     save = ("--save", str(folder / "checkpoint"), "--save-interval", str(iterations))
+    plain = ("--mesh-tile-shape-backward", "same", "--mesh-exchange", "direct", "--mesh-kernel", "auto")
     single = (
-        "--context-parallel-size",
-        "1",
-        "--context-parallel-algo",
-        "megatron",
-        "--mesh-tile-shape",
-        "auto",
+        *plain,
+        *("--context-parallel-size", "1", "--context-parallel-algo", "megatron", "--mesh-tile-shape", "auto"),
     )
     runs = (
         Run("mesh", str(main.args.mesh_tile_shape), save, main.ranks),
-        Run("ring", f"1x{cp}", (*short, "--mesh-tile-shape", f"1x{cp}"), main.ranks),
+        Run("ring", f"1x{cp}", (*short, *plain, "--mesh-tile-shape", f"1x{cp}"), main.ranks),
         Run("CP=1", "-", (*short, *single), main.ranks // cp, without=("--mesh-log-comm",)),
     )
     return {

@@ -32,7 +32,7 @@ class SdpaKernel:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _wide(q, dim), _wide(k, dim), _wide(v, dim), 0.0, causal, scale=scale
         )
-        return out[..., : v.shape[-1]], lse
+        return _narrow(out, v.shape[-1]), lse
 
     def backward(self, dout, q, k, v, out, lse, delta, causal, scale):
         dim = max(q.shape[-1], v.shape[-1])
@@ -47,10 +47,15 @@ class SdpaKernel:
             causal,
             scale=scale,
         )
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+        return _narrow(dq, q.shape[-1]), _narrow(dk, k.shape[-1]), _narrow(dv, v.shape[-1])
 
 
 def _wide(x: torch.Tensor, dim: int) -> torch.Tensor:
     """x in the dtype and head dim that aten is given."""
     x = x.to(stats_dtype(x.dtype))
     return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
+
+
+def _narrow(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x without its padding, and without the memory of it."""
+    return x if x.shape[-1] == dim else x[..., :dim].clone()

@@ -31,7 +31,11 @@ def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Where the parser has --context-parallel-algo already (MindSpeed's), `mesh` is added to its choices.
     """
     group = parser.add_argument_group("mesh context parallelism")
+    if any("--mesh-tile-shape" in a.option_strings for a in parser._actions):
+        return parser  # added already
     present = next((a for a in parser._actions if ALGO_FLAG in a.option_strings), None)
+    if present is not None and present.choices is None:
+        raise ValueError(f"the parser has an {ALGO_FLAG} without choices; mesh cannot be added to it")
     if present is None:
         group.add_argument(
             ALGO_FLAG,
@@ -40,7 +44,7 @@ def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             metavar="{megatron,mesh}",
             help="megatron: Megatron's own context parallelism, as --cp-comm-type says. mesh: Mesh-Attention.",
         )
-    elif present.choices is not None:
+    else:
         present.choices = [*present.choices, *(c for c in ("mesh", "mesh_cp_algo") if c not in present.choices)]
     group.add_argument(
         "--mesh-tile-shape",
@@ -113,6 +117,8 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
 
     Raises ValueError, naming the flag, both values and a way out, for anything mesh cannot do.
     """
+    if not hasattr(args, "mesh_tile_shape"):
+        raise ValueError("the arguments have no mesh flags; pass megatron_mesh_cp.add_args as extra_args_provider")
     algo = ALIASES.get(args.context_parallel_algo, args.context_parallel_algo)
     if algo != "mesh":
         for name, default in _DEFAULTS.items():
@@ -122,6 +128,7 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
                 )
         return None
     check_megatron()
+    _require_sizes(args)
     _refuse_unsupported(args)
     n = args.context_parallel_size
     if n > 1:
@@ -158,12 +165,25 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "spec": ((None,), "mesh swaps the core attention of Megatron's own layer specs; leave the flag out"),
     "multi_latent_attention": ((False,), "multi-latent attention is not supported"),
     "use_kitchen_attention": ((False,), "choose the kernel with --mesh-kernel"),
-    "fp8_dot_product_attention": ((False,), "attention in FP8 is not supported"),
     "qk_clip": ((False,), "the maximum attention logit is not available"),
     "log_max_attention_logit": ((False,), "the maximum attention logit is not available"),
     "cuda_graph_impl": (("none", None), "CUDA graphs are not supported"),
+    "enable_cuda_graph": ((False,), "CUDA graphs are not supported"),
+    "external_cuda_graph": ((False,), "CUDA graphs are not supported"),
+    "use_flash_attn": ((False,), "choose the kernel with --mesh-kernel"),
+    "flash_decode": ((False,), "it is for inference"),
+    "batch_invariant_mode": ((False,), "it is for Transformer Engine's attention"),
     "perform_rl_step": ((False,), "reinforcement learning steps are not supported"),
 }
+
+
+def _require_sizes(args: argparse.Namespace) -> None:
+    for name in ("seq_length", "num_attention_heads", "hidden_size", "micro_batch_size"):
+        if getattr(args, name) is None:
+            raise ValueError(f"{_flag(name)} is missing: {ALGO_FLAG} mesh needs it to choose and check the tile")
+    for name in ("context_parallel_size", "tensor_model_parallel_size", "micro_batch_size", "num_attention_heads"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{_flag(name)} {getattr(args, name)}: it must be at least 1")
 
 
 def _refuse_unsupported(args: argparse.Namespace) -> None:
@@ -180,6 +200,11 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
         raise ValueError(
             f"the data loader would build a dense {args.seq_length} x {args.seq_length} attention mask for each "
             f"sample, and {ALGO_FLAG} mesh takes no mask tensors; pass --no-create-attention-mask-in-dataloader"
+        )
+    if args.context_parallel_size > 1 and args.eod_mask_loss and not args.calculate_per_token_loss:
+        raise ValueError(
+            "--eod-mask-loss with context parallelism: Megatron divides the loss of each shard by the shard's own "
+            "token count, so unequal counts change the gradient; add --calculate-per-token-loss"
         )
     if list(args.cp_comm_type) not in (["p2p"], ["mesh"]):
         raise ValueError(

@@ -72,7 +72,8 @@ class MeshDotProductAttention(MegatronModule):
             flag="--mesh-kernel",
         )
         self.kernel = kernel.name
-        self.groups = shared_groups(pg_collection, self._mesh_for(config))
+        self.mesh.tile.check_size(config.context_parallel_size, "--mesh-tile-shape")
+        self.groups = shared_groups(pg_collection, self.mesh)
         print_receipt(self.mesh, self.groups, self.kernel, config.params_dtype)
 
     def forward(
@@ -107,11 +108,6 @@ class MeshDotProductAttention(MegatronModule):
         )
         return out.flatten(2)
 
-    def _mesh_for(self, config: TransformerConfig) -> MeshConfig:
-        if config.context_parallel_size != self.mesh.size:
-            self.mesh.tile.check_size(config.context_parallel_size, "--mesh-tile-shape")
-        return self.mesh
-
     @staticmethod
     def _causal(mask: AttnMaskType) -> bool:
         if mask not in _MASKS:
@@ -135,6 +131,7 @@ class MeshDotProductAttention(MegatronModule):
             "window_size": (config.window_size, None),
             "softmax_type": (getattr(config, "softmax_type", "vanilla"), "vanilla"),
             "fp8_dot_product_attention": (config.fp8_dot_product_attention, False),
+            "cuda_graph_impl": (getattr(config, "cuda_graph_impl", "none"), "none"),
             "multi_latent_attention": (config.multi_latent_attention, False),
         }
         for name, (value, fine) in refused.items():

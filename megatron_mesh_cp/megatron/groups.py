@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -51,11 +52,11 @@ def forget_groups() -> None:
     _shared.clear()
 
 
-def make_backward_groups(tile: TileShape) -> list[list[int]]:
+def make_backward_groups(tile: TileShape, timeout: timedelta | None = None) -> list[list[int]]:
     """Make the second pair of groups, for a backward with another tile, with Megatron's own function.
 
     Called by all ranks of the world, after Megatron has made its groups. Returns the global ranks of every group in
-    the order of creation, the same list on all ranks.
+    the order of creation, the same list on all ranks. timeout: of the groups, None for torch's default.
     """
     own = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
     every: list[list[int]] = [[] for _ in range(dist.get_world_size())]
@@ -64,7 +65,7 @@ def make_backward_groups(tile: TileShape) -> list[list[int]]:
     created: list[list[int]] = []
     for ranks in sorted({tuple(ranks) for ranks in every}):
         groups, _ = parallel_state.create_hierarchical_groups(
-            rank, list(ranks), [tile.a, tile.b], group_desc="CONTEXT_PARALLEL_BACKWARD_GROUP"
+            rank, list(ranks), [tile.a, tile.b], timeout=timeout, group_desc="CONTEXT_PARALLEL_BACKWARD_GROUP"
         )
         created += [[ranks[m] for m in tile.row_group(g)] for g in range(0, tile.size, tile.a)]
         created += [[ranks[m] for m in tile.column_group(g)] for g in range(tile.a)]
@@ -74,24 +75,24 @@ def make_backward_groups(tile: TileShape) -> list[list[int]]:
 
 
 def after_model_parallel(make: Callable[[], object]) -> Callable[[], None]:
-    """Run `make` as soon as Megatron has made its groups: now, or when initialize_model_parallel returns.
+    """Run `make` each time Megatron has made its groups: now if it has, and when initialize_model_parallel returns.
 
-    Returns what takes the request back, where it has not been met yet.
+    What was made for earlier groups is dropped first. Returns the way back.
     """
-    if parallel_state.model_parallel_is_initialized():
-        make()
-        return lambda: None
     original = parallel_state.initialize_model_parallel
 
     @functools.wraps(original)
     def initialize_model_parallel(*args, **kwargs):
-        parallel_state.initialize_model_parallel = original
         original(*args, **kwargs)
+        forget_groups()
         make()
 
     def undo() -> None:
         if parallel_state.initialize_model_parallel is initialize_model_parallel:
             parallel_state.initialize_model_parallel = original
+        forget_groups()
 
     parallel_state.initialize_model_parallel = initialize_model_parallel
+    if parallel_state.model_parallel_is_initialized():
+        make()
     return undo

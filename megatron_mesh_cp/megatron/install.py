@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 
 from .args import resolve_args
 from .config import MeshConfig
+from .versions import check_megatron
 
 _undo: list[Callable[[], object]] = []
 _installed: MeshConfig | None = None
@@ -29,36 +31,30 @@ def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | Non
     Raises ValueError for whatever mesh cannot do, and for other settings than those installed already.
     """
     global _installed
-    if isinstance(args_or_config, MeshConfig):
-        mesh = args_or_config
-    else:
-        resolved = resolve_args(args_or_config)
-        if resolved is None:
-            return None
-        mesh = resolved
-        if mesh.size > 1:
-            args_or_config.hierarchical_context_parallel_sizes = [mesh.tile.a, mesh.tile.b]
-        args_or_config.cp_comm_type = ["mesh"]
-    if _installed is not None:
-        if _installed != mesh:
-            raise ValueError(
-                f"mesh context parallelism is installed with other settings: {_installed}; uninstall first"
-            )
-        return mesh
-    _swap_core_attention(mesh)
-    if mesh.tile_backward != mesh.tile:
-        from .groups import after_model_parallel, make_backward_groups
-
-        _undo.append(after_model_parallel(functools.partial(make_backward_groups, mesh.tile_backward)))
-    if mesh.log_comm:
-        from .log_comm import wrap_training_log
-
-        undo = wrap_training_log(mesh)
-        if undo is None:
-            raise ValueError("--mesh-log-comm needs megatron.training; leave the flag out with megatron.core alone")
-        _undo.append(undo)
-    _installed = mesh
+    args = None if isinstance(args_or_config, MeshConfig) else args_or_config
+    mesh = args_or_config if args is None else resolve_args(args)
+    if mesh is None:
+        return None
+    if _installed is not None and _installed != mesh:
+        raise ValueError(f"mesh context parallelism is installed with other settings: {_installed}; uninstall first")
+    if _installed is None:
+        check_megatron()
+        try:
+            _patch(mesh, args)
+        except BaseException:
+            uninstall()
+            raise
+        _installed = mesh
+    if args is not None:
+        apply(mesh, args)
     return mesh
+
+
+def apply(mesh: MeshConfig, args: argparse.Namespace) -> None:
+    """Write the settings into parsed Megatron arguments, as Megatron reads them."""
+    if mesh.size > 1:
+        args.hierarchical_context_parallel_sizes = [mesh.tile.a, mesh.tile.b]
+    args.cp_comm_type = ["mesh"]
 
 
 def uninstall() -> None:
@@ -67,6 +63,25 @@ def uninstall() -> None:
     while _undo:
         _undo.pop()()
     _installed = None
+
+
+def _patch(mesh: MeshConfig, args: argparse.Namespace | None) -> None:
+    from .groups import after_model_parallel, make_backward_groups
+    from .log_comm import wrap_training_log
+
+    _swap_core_attention(mesh)
+
+    def make() -> None:
+        if mesh.tile_backward != mesh.tile:
+            minutes = getattr(args, "distributed_timeout_minutes", None)
+            make_backward_groups(mesh.tile_backward, timedelta(minutes=minutes) if minutes else None)
+
+    _undo.append(after_model_parallel(make))
+    if mesh.log_comm:
+        undo = wrap_training_log(mesh)
+        if undo is None:
+            raise ValueError("--mesh-log-comm needs megatron.training; leave the flag out with megatron.core alone")
+        _undo.append(undo)
 
 
 def _swap_core_attention(mesh: MeshConfig) -> None:

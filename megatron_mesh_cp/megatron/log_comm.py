@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import torch.distributed as dist
 
@@ -36,11 +37,12 @@ def wrap_training_log(mesh: MeshConfig) -> functools.partial | None:
     except ImportError:
         return None
     original = training.training_log
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def training_log(*args, **kwargs):
         result = original(*args, **kwargs)
-        iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]  # its place differs between versions
         if iteration % get_args().log_interval == 0:
             line = comm_line(iteration, mesh)
             if dist.get_rank() == 0:

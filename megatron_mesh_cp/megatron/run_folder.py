@@ -37,6 +37,11 @@ def check_save_folder(args: Namespace) -> None:
     if not folder.is_dir():
         raise ValueError(f"--save {args.save}: is a file, not a folder; give --save another folder")
     if args.load is not None and os.path.realpath(args.load) == os.path.realpath(folder):
+        if getattr(args, "finetune", False) and any(folder.iterdir()):
+            raise ValueError(
+                f"--save {args.save} and --load {args.load} with --finetune: the run would start at iteration 0 and "
+                "write over the checkpoints that it loads; give --save a new folder"
+            )
         return
     entries = sorted(entry.name for entry in folder.iterdir() if not _is_logging_of_this_run(entry, args))
     if not entries:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
 
 from packaging.version import Version
 
@@ -10,19 +12,19 @@ SUPPORTED = (Version("0.16"), Version("0.20"))  # from, up to but not including
 
 
 def megatron_version() -> Version:
-    """The installed megatron-core's version. Raises ValueError where there is none."""
-    try:
-        return Version(metadata.version("megatron-core"))
-    except metadata.PackageNotFoundError:
-        pass
-    try:  # a Megatron-LM checkout on the path, not installed as a package
-        from megatron.core.package_info import __version__
-    except ImportError:
-        raise ValueError(
-            "megatron-core is not installed: pip install 'megatron-core>=0.16,<0.20', or put a Megatron-LM checkout "
-            "on PYTHONPATH"
-        ) from None
-    return Version(__version__)
+    """The version of the megatron-core that an import finds. Raises ValueError where there is none.
+
+    Not the installed package's metadata: a Megatron-LM checkout on PYTHONPATH comes first.
+    """
+    spec = find_spec("megatron")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        info = Path(folder) / "core" / "package_info.py"  # read, since importing megatron.core takes seconds
+        if info.is_file():
+            return Version(runpy.run_path(str(info))["__version__"])
+    raise ValueError(
+        "megatron-core is not installed: pip install 'megatron-core>=0.16,<0.20', or put a Megatron-LM checkout on "
+        "PYTHONPATH"
+    )
 
 
 def check_megatron(version: Version | None = None) -> Version:

@@ -108,10 +108,10 @@ def single_process(case: Case) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
 def test_half_precision_is_within_1_5_of_one_single_process_call(ranks, n, dtype):
-    for causal in (True, False):
-        whole = Case(s=64 * n, heads=4, kv_heads=2, d=32, dv=32, dtype=dtype, causal=causal)
+    for causal, kernel in ((True, "sdpa"), (False, "sdpa"), (True, "reference")):
+        whole = Case(s=64 * n, heads=4, kv_heads=2, d=32, dv=32, dtype=dtype, causal=causal, kernel=kernel)
         exact = dict(zip(NAMES, dense(whole), strict=True))
         single = dict(zip(("out", "dq", "dk", "dv"), single_process(whole), strict=True))
         for tile in all_tiles(n):
@@ -319,6 +319,9 @@ REFUSED = {
     "window": ({"window_size": (7, 0)}, {}, "TypeError.*window_size"),
     "sink": ({"softmax_offset": 0.5}, {}, "TypeError.*softmax_offset"),
     "mask": ({"attention_mask": torch.ones(2, 2)}, {}, "TypeError.*attention_mask"),
+    "mask as causal": ({"causal": torch.ones(2, 2)}, {}, "causal must be True or False.*mask tensors"),
+    "causal None": ({"causal": None}, {}, "causal must be True or False, got None"),
+    "learned scale": ({"softmax_scale": torch.ones(1)}, {}, "softmax_scale must be a number"),
     "dropout": ({"dropout_p": 0.1}, {}, "TypeError.*dropout_p"),
 }
 
@@ -363,6 +366,79 @@ def test_groups_that_cannot_work_are_refused_when_they_are_built(ranks):
     for texts in ranks(4).run(build_refusals):
         for text, want in zip(texts, wanted, strict=True):
             assert want in text
+
+
+def disagree(what: str) -> str:
+    groups = MeshGroups.build(dist.group.WORLD, TileShape(2, 2))
+    odd = groups.rank == 3
+    q = torch.randn(8, 1, 4, 8, dtype=torch.float16 if odd and what == "dtype" else torch.bfloat16)
+    q = q[:4] if odd and what == "length" else q
+    try:
+        mesh_attention(q, q, q, groups, not (odd and what == "causal"))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("what", ["dtype", "length", "causal"])
+def test_ranks_that_disagree_on_the_first_call_are_told_so_on_every_rank(ranks, what):
+    """MB #1982: data cut for another size than the groups'."""
+    for text in ranks(4).run(disagree, what):
+        assert "disagree" in text
+        assert "CP rank 3" in text
+
+
+def fails_in_the_middle() -> list[str]:
+    from megatron_mesh_cp.kernels.reference import ReferenceKernel
+
+    groups = MeshGroups.build(dist.group.WORLD, TileShape(2, 2))
+    q = torch.randn(8, 1, 4, 8)
+    original, out = ReferenceKernel.forward, []
+    ReferenceKernel.forward = lambda *args: 1 / 0
+    try:
+        for _ in range(2):
+            try:
+                mesh_attention(q, q, q, groups, kernel="reference")
+            except (ZeroDivisionError, RuntimeError) as error:
+                out.append(repr(error))
+            ReferenceKernel.forward = original
+    finally:
+        ReferenceKernel.forward = original
+    return out
+
+
+def test_after_a_failure_half_way_the_next_call_names_it(ranks):
+    pool = ranks(4)
+    try:
+        for first, second in pool.run(fails_in_the_middle):
+            assert "ZeroDivisionError" in first
+            assert "CommError" in second
+            assert "ZeroDivisionError" in second
+            assert "restart the job" in second
+    finally:
+        pool.kill()  # messages of the failed call are still on their way
+
+
+def under_autocast(case: Case) -> float:
+    groups = mesh_groups(case.tile)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return max(errors(case, groups).values())
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_autocast_does_not_reach_into_the_kernels(ranks, kernel):
+    assert max(ranks(4).run(under_autocast, Case(s=64, tile="2x2", dtype=torch.float32, kernel=kernel))) < 1e-5
+
+
+def copied_groups() -> bool:
+    import copy
+
+    groups = mesh_groups("2x2")
+    return copy.deepcopy({"groups": groups})["groups"] is groups
+
+
+def test_a_model_with_groups_can_be_deep_copied(ranks):
+    assert all(ranks(4).run(copied_groups))
 
 
 def misuse() -> list[str]:

@@ -230,6 +230,34 @@ def test_finds_unequal_numbers_of_transfers_in_a_step():
         verify(broken(Direction.FORWARD, split))
 
 
+IMPOSSIBLE = {
+    "a payload of the other direction": (Transfer(Payload.DQ, 0, 1, True), Transfer(Payload.DQ, 0, 0, False)),
+    "part of a chunk": (Transfer(Payload.Q, 0, 1, True, "first"), Transfer(Payload.Q, 0, 0, False, "first")),
+    "to oneself": (Transfer(Payload.Q, 0, 0, True), None),
+    "over the wrong group": (Transfer(Payload.KV, 0, 1, True), Transfer(Payload.KV, 0, 0, False)),
+    "a chunk that is here already": (Transfer(Payload.Q, 0, 1, True), Transfer(Payload.Q, 0, 0, False)),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_finds_transfers_that_the_executor_cannot_carry(first, second):
+    """On top of a good plan for ranks 0 and 1 of tile 2x2, matched at both ends but for the one to oneself."""
+    plan = make_plan(TileShape(2, 2), Direction.FORWARD, "direct")
+    back = None if second is None else Transfer(second.payload, 1, 0, True, second.part)
+    steps = {r: plan.steps(r) for r in range(4)}
+    steps[0] = (*steps[0], Step((first,) if back is None else (first, replace(back, peer=1, send=False))))
+    if second is not None:
+        steps[1] = (*steps[1], Step((second, back)))
+    with pytest.raises(PlanError, match="has no transfer of|must belong to|here already"):
+        verify(replace(plan, explicit=steps))
+
+
+def test_finds_steps_for_a_rank_that_is_not_there():
+    plan = make_plan(TileShape(2, 2), Direction.FORWARD, "direct")
+    with pytest.raises(PlanError, match="steps for rank 9"):
+        verify(replace(plan, explicit={9: ()}))
+
+
 def test_rejects_an_unknown_exchange():
     with pytest.raises(ValueError, match="'ring'.*direct, shift"):
         make_plan(TileShape(2, 2), Direction.FORWARD, "ring")

@@ -115,6 +115,9 @@ REFUSED = {
     "qk clip": ("--qk-clip", "--qk-clip True"),
     "max logit": ("--log-max-attention-logit", "--log-max-attention-logit True"),
     "cuda graphs": ("--cuda-graph-impl local", "--cuda-graph-impl local"),
+    "cuda graphs, old flag": ("--enable-cuda-graph", "--enable-cuda-graph True"),
+    "flash attention flag": ("--use-flash-attn", "--use-flash-attn True.*--mesh-kernel"),
+    "eod mask": ("--eod-mask-loss", "--eod-mask-loss .*add --calculate-per-token-loss"),
     "cp comm type": ("--cp-comm-type a2a", "--cp-comm-type a2a.*leave --cp-comm-type out"),
     "attention backend": ("--attention-backend flash", "--attention-backend flash.*use --mesh-kernel"),
     "inference impl": ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized"),
@@ -144,6 +147,53 @@ def test_rejects_a_dense_mask_from_the_data_loader(parser):
     flags = BASE.replace("--no-create-attention-mask-in-dataloader", "")
     with pytest.raises(ValueError, match="128 x 128 attention mask.*pass --no-create-attention-mask-in-dataloader"):
         resolve_args(parser.parse_args(shlex.split(flags)))
+
+
+def test_every_refused_name_is_an_argument_of_megatron(parser):
+    """A flag renamed upstream would otherwise be let through."""
+    from megatron_mesh_cp.megatron.args import _REFUSED
+
+    assert not set(_REFUSED) - {action.dest for action in parser._actions}
+
+
+MISSING = {
+    "--seq-length 128": "--seq-length is missing",
+    "--micro-batch-size 1": "--micro-batch-size is missing",
+    "--hidden-size 64": "--hidden-size is missing",
+}
+
+
+@pytest.mark.parametrize(("flag", "message"), MISSING.items(), ids=MISSING)
+def test_a_missing_size_is_named(parser, flag, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_args(parser.parse_args(shlex.split(BASE.replace(flag, ""))))
+
+
+@pytest.mark.parametrize("flag", ["--context-parallel-size", "--tensor-model-parallel-size"])
+def test_a_size_of_0_is_refused(resolve, flag):
+    with pytest.raises(ValueError, match=f"{flag} 0: it must be at least 1"):
+        resolve(f"{flag} 0")
+
+
+def test_arguments_without_the_flags_and_flags_added_twice(parser):
+    with pytest.raises(ValueError, match="pass megatron_mesh_cp.add_args"):
+        resolve_args(argparse.Namespace(context_parallel_algo="mesh"))
+    assert add_args(parser) is parser
+
+
+def test_the_megatron_that_an_import_finds_is_the_one_that_is_checked(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("__version__ = '0.25.2'\n")
+    (tmp_path / "megatron" / "__init__.py").write_text("")
+    code = "from megatron_mesh_cp.megatron.versions import check_megatron; check_megatron()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert "megatron-core 0.25.2 is not supported" in done.stderr
 
 
 MEANINGLESS = ["--mesh-tile-shape 2x2", "--mesh-exchange shift", "--mesh-kernel sdpa", "--mesh-log-comm"]
