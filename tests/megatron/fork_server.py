@@ -58,6 +58,48 @@ def _print_exact_figures() -> None:
     training.training_log = training_log
 
 
+def _put_in_faults(env: dict[str, str]) -> None:
+    """What a test asks for by variables of this rank's environment.
+
+    TEST_KILL "iteration:rank:direction": that rank is killed in the middle of an attention of that iteration.
+    TEST_LOSS_ON_TOKEN: only this token of each sequence has a loss.
+    """
+    if "TEST_KILL" in env:
+        _kill_later(*env["TEST_KILL"].split(":"))
+    if "TEST_LOSS_ON_TOKEN" in env:
+        from megatron_mesh_cp.megatron import gpt_job
+
+        cut = gpt_job.get_batch_on_this_cp_rank
+
+        def with_one_token(batch, *args, **kwargs):
+            mask = batch["loss_mask"].clone().zero_()
+            mask[:, int(env["TEST_LOSS_ON_TOKEN"])] = 1
+            return cut({**batch, "loss_mask": mask}, *args, **kwargs)
+
+        gpt_job.get_batch_on_this_cp_rank = with_one_token
+
+
+def _kill_later(iteration: str, rank: str, direction: str) -> None:
+    from megatron.training import training
+
+    from megatron_mesh_cp.megatron.groups import all_shared_groups
+
+    original = training.training_log
+
+    def kill(which, number, held) -> None:
+        if which.value == direction and number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @functools.wraps(original)
+    def training_log(*args, **kwargs):
+        if str(args[3]) == iteration and os.environ["RANK"] == rank:
+            for groups in all_shared_groups():
+                groups.watcher = kill
+        return original(*args, **kwargs)
+
+    training.training_log = training_log
+
+
 def _run_ranks(request: dict) -> dict:
     began = time.monotonic()
     with socket.socket() as probe:
@@ -126,6 +168,7 @@ def _be_rank(request: dict, rank: int, port: int) -> None:
         sys.path[:0] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
         from megatron_mesh_cp.megatron.pretrain import run
 
+        _put_in_faults(request["env"])
         run(request["flags"])
         code = 0
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -32,15 +33,15 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def train(data, tmp_path_factory):
     """train(flags, ranks): a finished run on the text; the same run is not started twice."""
-    known: dict[tuple[str, int], PretrainRun] = {}
+    known: dict[tuple[str, int, str], PretrainRun] = {}
     folder = tmp_path_factory.mktemp("runs")
 
-    def run(flags: str = GQA, ranks: int = 1) -> PretrainRun:
-        key = (" ".join(flags.split()), ranks)
+    def run(flags: str = GQA, ranks: int = 1, *, check: bool = True, **env: str) -> PretrainRun:
+        key = (" ".join(flags.split()), ranks, str(env))
         if key not in known:
             every = shlex.split(f"{FLAGS} --data-path {data} --data-cache-path {data.parent}/cache {flags}")
-            known[key] = run_pretrain(every, ranks=ranks, timeout=280, cwd=folder).check()
-        return known[key]
+            known[key] = run_pretrain(every, ranks=ranks, timeout=280, cwd=folder, env=env)
+        return known[key].check() if check else known[key]
 
     return run
 
@@ -130,6 +131,28 @@ SIDE_BY_SIDE = {
 def test_mesh_trains_as_cp_1_beside_other_parallelism(train, ranks, flags, same_at_cp1, ranks_cp1):
     reference = train(flags if same_at_cp1 is None else same_at_cp1, ranks_cp1)
     assert_same_training(train(f"{flags} {mesh(2, '2x1')}", ranks), reference)
+
+
+@pytest.mark.parametrize("token", [0, 24], ids=["first shard", "last shard"])
+def test_a_loss_on_a_single_token_trains_as_at_cp_1(train, token):
+    """MLM #7452, PR #7513: one valid token gave half the gradient at CP 2. With --calculate-per-token-loss it counts
+    once; without, Megatron divides each shard's loss by the shard's own count, which mesh refuses for --eod-mask-loss.
+    """
+    flags = f"{GQA} --calculate-per-token-loss --clip-grad 0"
+    run = train(f"{flags} {mesh(4, '2x2')}", 4, TEST_LOSS_ON_TOKEN=str(token))
+    reference = train(flags, 1, TEST_LOSS_ON_TOKEN=str(token))
+    for iteration, figures in run.exact.items():
+        assert figures == pytest.approx(reference.exact[iteration], rel=1e-4), iteration
+    assert run.exact[1] == pytest.approx(reference.exact[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_killed_in_the_middle_of_training_ends_the_run(train, direction):
+    run = train(f"{GQA} {mesh(4, '2x2')}", 4, check=False, TEST_KILL=f"3:2:{direction}")
+    assert run.returncode != 0
+    assert not run.timed_out
+    assert len(run.exact) in (3, 4)
+    assert re.search(r"CP rank \d: could not .*global rank \d.*in step \d+ of the (forward|backward)", run.stderr)
 
 
 def test_the_core_attention_of_multi_token_prediction_is_swapped_too(train):
