@@ -45,7 +45,7 @@ def wrap_training_log(mesh: MeshConfig) -> functools.partial | None:
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]  # its place differs between versions
         if iteration % get_args().log_interval == 0:
             line = comm_line(iteration, mesh)
-            if dist.get_rank() == 0:
+            if dist.get_rank() == dist.get_world_size() - 1:  # the rank that prints Megatron's iteration line
                 print(line, flush=True)
         return result
 
