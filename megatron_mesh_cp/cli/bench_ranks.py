@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -72,20 +73,36 @@ class Result:
 def run_job(job: Job) -> Result:
     """Start the ranks, wait for them, and return what they measured.
 
-    Raises: BenchError where a rank fails or the time limit passes; no rank is left behind in either case.
+    Raises: BenchError where a rank fails or the time limit passes; SystemExit on SIGTERM. No rank is left behind.
     """
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        return _run_job(job)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run_job(job: Job) -> Result:
     # Port 0: the system picks a free one, and it is ours from then on.
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=job.limit))
     # A server imports torch once, and the ranks are its forks: importing it in every rank takes longer than a bench.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiver, sender = context.Pipe(duplex=False)
-    ranks = mp.start_processes(
-        _rank, args=(job, store.port, sender), nprocs=job.ranks, join=False, daemon=True, start_method="forkserver"
-    )
+    # An interrupt between two starts would leave ranks that nobody knows: it is kept until all have started.
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        ranks = mp.start_processes(
+            _rank, args=(job, store.port, sender), nprocs=job.ranks, join=False, daemon=True, start_method="forkserver"
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
     sender.close()
     deadline = time.monotonic() + job.limit
     try:
+        if interrupts:
+            raise KeyboardInterrupt
         while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
                 raise BenchError(
