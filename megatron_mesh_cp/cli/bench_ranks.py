@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -89,16 +91,23 @@ def _run_job(job: Job) -> Result:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     receiver, sender = context.Pipe(duplex=False)
+    parent, held = context.Pipe(duplex=False)  # held here: the ranks see its end when this process is gone
     # An interrupt between two starts would leave ranks that nobody knows: it is kept until all have started.
     interrupts: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         ranks = mp.start_processes(
-            _rank, args=(job, store.port, sender), nprocs=job.ranks, join=False, daemon=True, start_method="forkserver"
+            _rank,
+            args=(job, store.port, sender, parent),
+            nprocs=job.ranks,
+            join=False,
+            daemon=True,
+            start_method="forkserver",
         )
     finally:
         signal.signal(signal.SIGINT, previous)
     sender.close()
+    parent.close()
     deadline = time.monotonic() + job.limit
     try:
         if interrupts:
@@ -116,9 +125,11 @@ def _run_job(job: Job) -> Result:
         for process in ranks.processes:
             process.kill()
             process.join()
+        held.close()
 
 
-def _rank(rank: int, job: Job, port: int, sender) -> None:
+def _rank(rank: int, job: Job, port: int, sender: Connection, parent: Connection) -> None:
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
     sys.stdout = sys.stderr
     torch.set_num_threads(1)
@@ -130,6 +141,12 @@ def _rank(rank: int, job: Job, port: int, sender) -> None:
         sender.send(result)
     dist.barrier()  # rank 0 answers before any rank, and with it a connection, goes
     dist.destroy_process_group()
+
+
+def _die_with(parent: Connection) -> None:
+    """End this rank when the command is gone, even by SIGKILL: the fork server that made us would outlive it."""
+    parent.poll(None)  # nothing is ever sent: only the end of the pipe wakes us
+    os._exit(1)
 
 
 def _measure(rank: int, job: Job) -> Result:
