@@ -48,7 +48,7 @@ class _Run:
         self.results: dict[Transfer, torch.Tensor] = {}  # result messages under way, to here or to their owner
         self._callers = {t.untyped_storage().data_ptr() for parts in own.values() for t in parts}
         first = next(iter(own.values()))[0]
-        self.device, self.dtype, self.acc = first.device, first.dtype, stats_dtype(first.dtype)
+        self.device, self.acc = first.device, stats_dtype(first.dtype)
 
     # What differs between forward and backward.
     def compute(self, block: Block, kind: BlockKind) -> None:

@@ -51,18 +51,13 @@ class MeshGroups:
         backward: TileShape | None = None,
         timeout: float | None = None,
     ) -> None:
-        if cp_group is None:
-            raise ValueError("MeshGroups: cp_group is None; pass the context-parallel process group")
+        self.tile, self.tile_backward = tile, backward or tile
+        _check_group(cp_group, self.tile, self.tile_backward)
         self.cp_group = cp_group
         self.rank, self.size = dist.get_rank(cp_group), dist.get_world_size(cp_group)
-        if self.rank < 0:
-            raise ValueError("MeshGroups: this process is not a member of cp_group; only members build the groups")
-        self.tile, self.tile_backward = tile, backward or tile
-        tile.check_size(self.size)
-        self.tile_backward.check_size(self.size, "backward tile")
         self.counters = Counters()
         self.watcher: Watcher | None = None
-        self._broken: BaseException | None = None
+        self._broken = ""
         self._agreed = False
         self._programs: dict[tuple[Direction, str], tuple[Event, ...]] = {}
         self._channels: dict[Direction, dict[Channel, ChannelComm]] = {}
@@ -101,14 +96,8 @@ class MeshGroups:
 
         Raises: ValueError where a*b is not the group's size or the members disagree on the tiles.
         """
-        if cp_group is None:
-            raise ValueError("MeshGroups.build: cp_group is None; pass the context-parallel process group")
-        if dist.get_rank(cp_group) < 0:
-            raise ValueError("MeshGroups.build: this process is not a member of cp_group; only members call it")
-        size = dist.get_world_size(cp_group)
         backward = backward or tile
-        tile.check_size(size)
-        backward.check_size(size, "backward tile")
+        _check_group(cp_group, tile, backward)  # before the members talk
         _check_agreement(cp_group, f"tile {tile}, backward tile {backward}")
         warm_up(cp_group)
         pairs = dict.fromkeys((tile, backward), (cp_group, cp_group))
@@ -126,7 +115,7 @@ class MeshGroups:
         Args:
             pg_collection: megatron.core's ProcessGroupCollection.
             backward, backward_groups: another tile for the backward, and its row and column group
-                (`megatron.groups.backward_groups` makes them on all ranks).
+                (`megatron.groups.make_backward_groups` makes them, on all ranks).
 
         Raises: ValueError where the groups are missing or are not those of the tile.
         """
@@ -179,15 +168,15 @@ class MeshGroups:
 
     def check_usable(self) -> None:
         """Raise CommError if an earlier call failed half way: the ranks are out of step then."""
-        if self._broken is not None:
+        if self._broken:
             raise CommError(
-                f"CP rank {self.rank}: an earlier mesh attention failed on this rank ({self._broken!r}), so the ranks "
+                f"CP rank {self.rank}: an earlier mesh attention failed on this rank ({self._broken}), so the ranks "
                 "are out of step; restart the job"
             )
 
     def mark_broken(self, error: BaseException) -> None:
         """Remember why a call failed half way, and let go of what was under way."""
-        self._broken = self._broken or error
+        self._broken = self._broken or repr(error)  # the error itself would keep its frames' tensors alive
         for channels in self._channels.values():
             for channel in channels.values():
                 channel.abandon()
@@ -204,6 +193,15 @@ class MeshGroups:
 
     def __repr__(self) -> str:
         return f"MeshGroups(rank {self.rank} of {self.size}, tile {self.tile}, backward {self.tile_backward})"
+
+
+def _check_group(cp_group: dist.ProcessGroup | None, tile: TileShape, backward: TileShape) -> None:
+    if cp_group is None:
+        raise ValueError("MeshGroups: cp_group is None; pass the context-parallel process group")
+    if dist.get_rank(cp_group) < 0:
+        raise ValueError("MeshGroups: this process is not a member of cp_group; only members build the groups")
+    tile.check_size(dist.get_world_size(cp_group))
+    backward.check_size(dist.get_world_size(cp_group), "backward tile")
 
 
 def _check_agreement(cp_group: dist.ProcessGroup, text: str) -> None:

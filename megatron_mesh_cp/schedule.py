@@ -13,11 +13,7 @@ sequence and every send meets its receive.
              both sides, the farthest first, each rank adding its own share: two chains of (m-1)/2 ranks round the
              sum half as often as one of m-1 would (in bf16 on 8 ranks: an error of 1.3 instead of 1.6 of one call).
 
-Drawn, tile 2x2, direct, forward, rank 0 (row group 0 1, column group 0 2):
-
-    step 0   receive Q 1 | send Q 0 -> 1      receive KV 2 | send KV 0 -> 2     compute (0, 0)
-    step 1   (finish)                                                           compute (1, 0) (1, 2)
-             receive O 0 | send O 1 -> 1                                        compute (0, 2) in step 2, meanwhile
+Plans are drawn in docs/schedule.md, event by event.
 """
 
 from __future__ import annotations

@@ -57,9 +57,7 @@ class MeshDotProductAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp", "hcp"])
-        tp = pg_collection.tp.size()
         check_heads(config.num_attention_heads, config.num_query_groups, "num_attention_heads", "num_query_groups")
-        self.heads, self.kv_heads = config.num_attention_heads // tp, max(1, config.num_query_groups // tp)
         # Query-key layer scaling divides the scores by the layer number and multiplies them again inside the
         # softmax, for fp16's sake; scores here are in fp32, so the scale is the same without.
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
