@@ -6,19 +6,22 @@ Note [Reading a plan]
 A step names the transfers to start and the blocks to compute meanwhile. `Plan.program(rank)` spells out what a rank
 does, as a sequence of events:
 
-    START    post the step's transfers (receives first). At most one batch is in flight on a channel.
-    FINISH   wait for one channel's batch: when the channel is wanted for the next one, when a block needs what is
-             under way, or at the end. A received result (O, dQ, dKV) is merged HERE, so the order of every sum is the
-             order of the plan and never the order of arrival.
+    START    put a batch, the step's transfers of one channel, into the channel's queue. A queue is first in, first
+             out: a batch begins when those before it are complete, also in the middle of a block. With `links` 1
+             both channels share one queue, as they share one link.
+    FINISH   wait for one batch: when a block needs what it brings, when a result that it brings is to be passed on,
+             when `depth` batches of its channel are outstanding and one more is to start, or at the end. A received
+             result (O, dQ, dKV) is merged HERE, so the order of every sum is the order of the plan and never the
+             order of arrival.
     COMPUTE  one block (Q_i, KV_j).
 
 and after each event, the buffers whose last compute and last send are done, to be freed. Transfers that start early
-and finish late are what hides communication behind computation.
+and finish late are what hides communication behind computation; `depth` is what bounds the memory that this takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -141,6 +144,8 @@ class Plan:
     template: the steps of every rank, relative to it: `chunk` and `peer` of a transfer count from the rank's own
         position in its row or column group, block indices from its own row and column of the tile.
     explicit: steps with absolute CP ranks and chunks, for ranks that do not follow the template.
+    links: 2 where row and column channel run at once, 1 where they take turns on one link.
+    depth: batches of one channel that may be outstanding (queued or in flight).
     """
 
     tile: TileShape
@@ -148,9 +153,15 @@ class Plan:
     exchange: str
     template: tuple[Step, ...]
     explicit: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
+    links: int = 2
+    depth: int = 1
 
     def __post_init__(self) -> None:
         check_exchange(self.exchange)
+        if self.links not in (1, 2):
+            raise ValueError(f"links {self.links}: 1 (both channels share a link) or 2 (each has its own)")
+        if self.depth < 1:
+            raise ValueError(f"depth {self.depth}: at least one batch must be allowed on a channel")
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """The steps of CP rank `rank`, in CP ranks and chunk indices."""
@@ -221,27 +232,44 @@ class _Place:
 def _compile(steps: tuple[Step, ...], plan: Plan) -> tuple[Event, ...]:
     """Spell out START, FINISH and COMPUTE; see Note [Reading a plan]."""
     events: list[Event] = []
-    flying: dict[Channel, tuple[Transfer, ...]] = {}
+    flying: dict[Channel, list[tuple[Transfer, ...]]] = {channel: [] for channel in Channel}
+    arriving: dict[Item, int] = {}  # how many outstanding batches bring it
+    order: list[Channel] = []  # of the outstanding batches, oldest first
 
-    def finish(channel: Channel, step: int) -> None:
-        if channel in flying:
-            events.append(Event(EventKind.FINISH, step, flying.pop(channel)))
+    def finish(channel: Channel, step: int, enough: Callable[[], bool]) -> None:
+        while flying[channel] and not enough():
+            batch = flying[channel].pop(0)
+            order.remove(channel)
+            for t in batch:
+                if not t.send:
+                    arriving[t.payload, t.chunk] -= 1
+            events.append(Event(EventKind.FINISH, step, batch))
+
+    def arrived(item: Item) -> bool:
+        return not arriving.get(item)
 
     for number, step in enumerate(steps):
         for channel in Channel:
             batch = tuple(sorted((t for t in step.transfers if t.payload.channel is channel), key=lambda t: t.send))
-            if batch:
-                finish(channel, number)
-                events.append(Event(EventKind.START, number, batch))
-                flying[channel] = batch
+            if not batch:
+                continue
+            # An input may be passed on by the batch after the one that brings it; a result is merged before.
+            passed_on = [(t.payload, t.chunk) for t in batch if t.send and t.payload.is_result]
+            finish(channel, number, lambda items=passed_on: all(map(arrived, items)))
+            finish(channel, number, lambda channel=channel: len(flying[channel]) < plan.depth)
+            events.append(Event(EventKind.START, number, batch))
+            flying[channel].append(batch)
+            order.append(channel)
+            for t in batch:
+                if not t.send:
+                    arriving[t.payload, t.chunk] = arriving.get((t.payload, t.chunk), 0) + 1
         for block in step.blocks:
             for item in plan.inputs(block):
-                channel = item[0].channel
-                if any(not t.send and (t.payload, t.chunk) == item for t in flying.get(channel, ())):
-                    finish(channel, number)
+                finish(item[0].channel, number, lambda item=item: arrived(item))
             events.append(Event(EventKind.COMPUTE, number, block=block))
-    for channel in Channel:
-        finish(channel, len(steps) - 1)
+    while order:
+        left = len(order)
+        finish(order[0], len(steps) - 1, lambda left=left: len(order) < left)
 
     last: dict[Item, int] = {}
     for index, event in enumerate(events):

@@ -23,6 +23,12 @@ CP rank g sits at row r = g // a, column c = g % a of a b x a process mesh. Draw
 * Block (i, j) belongs to rank (i // a) * a + (j % a), hence rank g's tile holds (g, g): its own Q and KV need no
   transfer (the Local Q-KV property of arXiv 2512.20968).
 * These are Megatron's hierarchical CP groups for sizes [a, b]: level 0 the row groups, level 1 the column groups.
+
+Note [Transposed placement]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Consecutive ranks share a node and its fast links. `TileShape(a, b, transposed=True)`, written "2x4t", gives them to
+the column group: g has column group {g // b * b, ... + b-1} and row group {g % b, b + g % b, ...}, a ranks b apart.
+Block (i, j) then belongs to rank (j // b) * b + (i % b). Everything else stays. Megatron's sizes are [b, a] then.
 """
 
 from __future__ import annotations
@@ -35,11 +41,14 @@ from dataclasses import dataclass
 class TileShape:
     """A tile of `a` Q chunks (rows) by `b` KV chunks (columns) per rank; a*b is the context-parallel size.
 
+    transposed: the column group, not the row group, sits on consecutive ranks; see Note [Transposed placement].
+
     Raises ValueError where a or b is not a positive whole number.
     """
 
     a: int
     b: int
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("a", self.a), ("b", self.b)):
@@ -48,19 +57,27 @@ class TileShape:
 
     @classmethod
     def parse(cls, text: str, flag: str = "tile") -> TileShape:
-        """Read 'AxB', e.g. '4x2': 4 Q chunks by 2 KV chunks. Raises ValueError naming `flag`."""
-        match = re.fullmatch(r"\s*([1-9]\d*)[xX]([1-9]\d*)\s*", str(text))
+        """Read 'AxB', e.g. '4x2': 4 Q chunks by 2 KV chunks; '4x2t' is transposed. Raises ValueError naming `flag`."""
+        match = re.fullmatch(r"\s*([1-9]\d*)[xX]([1-9]\d*)(t?)\s*", str(text))
         if match is None:
-            raise ValueError(f"{flag} {text!r}: a tile is written AxB (Q chunks x KV chunks), for example 2x4")
-        return cls(int(match[1]), int(match[2]))
+            raise ValueError(
+                f"{flag} {text!r}: a tile is written AxB (Q chunks x KV chunks), for example 2x4, or 2x4t with the "
+                "column group on consecutive ranks"
+            )
+        return cls(int(match[1]), int(match[2]), bool(match[3]))
 
     @property
     def size(self) -> int:
         """Number of CP ranks that the tile is made for, n = a*b."""
         return self.a * self.b
 
+    @property
+    def levels(self) -> tuple[int, int]:
+        """Megatron's hierarchical_context_parallel_sizes: the size of the consecutive groups, then of the strided."""
+        return (self.b, self.a) if self.transposed else (self.a, self.b)
+
     def __str__(self) -> str:
-        return f"{self.a}x{self.b}"
+        return f"{self.a}x{self.b}" + ("t" if self.transposed else "")
 
     def check_size(self, n: int, flag: str = "tile") -> None:
         """Raise ValueError unless a*b == n; the message lists the tiles that fit."""
@@ -71,17 +88,26 @@ class TileShape:
             )
 
     def row_group(self, rank: int) -> tuple[int, ...]:
-        """CP ranks that exchange Q and O with `rank`, ascending: a consecutive ranks."""
-        start = self._checked(rank) // self.a * self.a
-        return tuple(range(start, start + self.a))
+        """CP ranks that exchange Q and O with `rank`, ascending: a consecutive ranks (transposed: b apart)."""
+        return self._strided(rank, self.b) if self.transposed else self._consecutive(rank, self.a)
 
     def column_group(self, rank: int) -> tuple[int, ...]:
-        """CP ranks that exchange K and V with `rank`, ascending: b ranks, a apart."""
-        return tuple(range(self._checked(rank) % self.a, self.size, self.a))
+        """CP ranks that exchange K and V with `rank`, ascending: b ranks, a apart (transposed: consecutive)."""
+        return self._consecutive(rank, self.b) if self.transposed else self._strided(rank, self.a)
 
     def owner(self, i: int, j: int) -> int:
         """The CP rank that computes block (Q_i, KV_j)."""
-        return self._checked(i) // self.a * self.a + self._checked(j) % self.a
+        if self.transposed:
+            i, j = j, i
+        stride = self.levels[0]
+        return self._checked(i) // stride * stride + self._checked(j) % stride
+
+    def _consecutive(self, rank: int, size: int) -> tuple[int, ...]:
+        start = self._checked(rank) // size * size
+        return tuple(range(start, start + size))
+
+    def _strided(self, rank: int, stride: int) -> tuple[int, ...]:
+        return tuple(range(self._checked(rank) % stride, self.size, stride))
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < self.size:

@@ -6,13 +6,15 @@ What is proven, for every rank and over all ranks:
 * a result leaves only when every block of its row (column) is in it, and each rank's share reaches the owner once;
 * every send meets a receive of the same payload, chunk and part, in the same order for each pair and channel;
 * in every step all ranks of a group post the same number of transfers (NCCL builds communicators lazily);
-* no wait cycle over all ranks, under the rule that a channel carries one batch at a time.
+* no wait cycle over all ranks, under the rule that a batch begins when those before it in its queue are complete.
 
 Note [Proof by symmetry]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Ranks that follow one template do the same, with offsets in place of ranks. It is then enough to look at the template:
-if every send to offset p meets, in the same batch, a receive from offset -p of the same chunk, then all ranks pass each
-FINISH once all have passed the START before it, which comes earlier in everyone's program: no cycle. A plan with
+every send to offset p must meet, in the same batch, a receive from offset -p of the same chunk. Suppose so, and suppose
+that ranks were stuck; take the earliest event of the program at which one is. It is a FINISH, and every rank has passed
+all STARTs before it. The first batch of that queue has then begun everywhere and finds all its partners, so it is
+complete; so the next one begins everywhere, and so on to the batch waited for: nobody was stuck. A plan with
 explicit steps, or one that does not match batch by batch, is simulated rank by rank. Both ways are compared in the
 tests.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .plan import Channel, Event, EventKind, Item, Payload, Plan, PlanError, Transfer
 
@@ -64,7 +66,7 @@ def _check_template(plan: Plan, problems: list[str]) -> int | None:
     sends = 0
     # shares[item]: offsets, counted from the owner of the chunk, of the ranks whose blocks are in the partial result
     shares: dict[Item, frozenset[int]] = {}
-    flying: dict[Channel, list[tuple[Transfer, frozenset[int]]]] = {}
+    flying: dict[Channel, list[list[tuple[Transfer, frozenset[int]]]]] = {channel: [] for channel in Channel}
     for event in plan.template_program:
         if event.block is not None:
             place = (event.block.q, event.block.kv)
@@ -83,7 +85,7 @@ def _check_template(plan: Plan, problems: list[str]) -> int | None:
                 if t.send:
                     sends += 1
                     sent.setdefault(t.peer % m, []).append(t)
-            flying[channel] = []
+            flying[channel].append([])
             for t in event.transfers:
                 if t.send:
                     continue
@@ -94,11 +96,11 @@ def _check_template(plan: Plan, problems: list[str]) -> int | None:
                 if (other.payload, other.part) != (t.payload, t.part) or (other.chunk - other.peer - t.chunk) % m:
                     return None
                 # Offset of the same chunk as the peer counts it; its share as it is when the batch is posted.
-                flying[channel].append((t, shares.get((t.payload, (t.chunk - t.peer) % m), frozenset())))
+                flying[channel][-1].append((t, shares.get((t.payload, (t.chunk - t.peer) % m), frozenset())))
             if any(sent.values()):
                 return None
         else:
-            for t, share in flying.pop(channel):
+            for t, share in flying[channel].pop(0):
                 item = (t.payload, t.chunk)
                 if not t.payload.is_result:
                     continue
@@ -171,6 +173,7 @@ def _check_rank(
                         event,
                         f"block adds to {item[0].value.upper()} chunk {item[1]}, which has left already",
                     )
+        before = set(arriving) if event.kind is EventKind.START else arriving
         for t in event.transfers:
             item = (t.payload, t.chunk)
             group = members[t.payload.channel]
@@ -195,7 +198,7 @@ def _check_rank(
                 if not t.send and item in gone:
                     report(event, f"{t}: that chunk's result has left already")
                 (gone if t.send else arriving).add(item)
-            elif t.send and item not in held:
+            elif t.send and item not in held and item not in before:  # a queue passes on what an earlier batch brings
                 report(event, f"{t}: it is not there yet")
     results = {item for item in left if item[1] != rank}
     for payload, chunk in sorted(results - gone, key=str):
@@ -223,46 +226,90 @@ def _check_step_counts(plan: Plan, problems: list[str]) -> None:
                 )
 
 
+_Key = tuple[int, int, Channel, bool]  # source, target, channel, and whether it is the sender's end
+
+
+@dataclass
+class _Queue:
+    """Batches of one rank in order; the first `done` are complete, and batch `done`, if there is one, has begun."""
+
+    batches: list[tuple[Transfer, ...]] = field(default_factory=list)
+    done: int = 0
+    tickets: list[tuple[_Key, int]] = field(default_factory=list)  # partners that the begun batch needs
+
+
 def _check_matching(plan: Plan, programs: list[tuple[Event, ...]], problems: list[str]) -> int:
     """Run the transfers of all ranks: match sends with receives, find wait cycles, follow each share home."""
     n = plan.tile.size
-    posted: dict[tuple[int, int, Channel, bool], list[tuple[Transfer, int]]] = {}
-    waiting_for: dict[tuple[int, int, Channel, bool], set[int]] = {}
+    posted: dict[_Key, list[Transfer]] = {}
+    waiting_for: dict[_Key, set[int]] = {}
     # shares[rank][item]: bit mask of the ranks whose blocks are in this rank's partial result
-    shares: list[dict[tuple[Payload, int], int]] = [{} for _ in range(n)]
+    shares: list[dict[Item, int]] = [{} for _ in range(n)]
+    sent: dict[tuple[int, Transfer], int] = {}  # the share that a result message carries
     for rank, program in enumerate(programs):
         for event in program:
             if event.block is not None:
                 shares[rank].update(dict.fromkeys(plan.results(event.block), 1 << rank))
     todo = [[e for e in program if e.transfers] for program in programs]
     at = [0] * n
-    tickets: list[dict[Channel, list[tuple[tuple[int, int, Channel, bool], int]]]] = [{} for _ in range(n)]
+    queues: list[dict[Channel, _Queue]] = []
+    for _ in range(n):
+        row = _Queue()
+        queues.append({Channel.ROW: row, Channel.COLUMN: row if plan.links == 1 else _Queue()})
+    places: list[dict[Channel, deque[int]]] = [{channel: deque() for channel in Channel} for _ in range(n)]
     ready = deque(range(n))
+
+    def begin(rank: int, queue: _Queue) -> None:
+        """Post the transfers of the batch whose turn it is."""
+        queue.tickets = []
+        if queue.done == len(queue.batches):
+            return
+        for t in queue.batches[queue.done]:
+            source, target = (rank, t.peer) if t.send else (t.peer, rank)
+            channel = t.payload.channel
+            mine = posted.setdefault((source, target, channel, t.send), [])
+            queue.tickets.append(((source, target, channel, not t.send), len(mine)))
+            mine.append(t)
+            ready.extend(waiting_for.pop((source, target, channel, t.send), ()))
+
+    def advance(rank: int, queue: _Queue) -> None:
+        """Complete the batches of a queue whose partners have all posted."""
+        while queue.done < len(queue.batches):
+            for key, place in queue.tickets:
+                if len(posted.get(key, ())) <= place:
+                    waiting_for.setdefault(key, set()).add(rank)
+                    return
+            for (key, place), t in zip(queue.tickets, queue.batches[queue.done], strict=True):
+                other = posted[key][place]
+                if (other.payload, other.chunk, other.part) != (t.payload, t.chunk, t.part):
+                    problems.append(f"rank {rank}: {t}, but CP rank {t.peer} has '{other}' in its place")
+            queue.done += 1
+            begin(rank, queue)
+
     while ready:
         rank = ready.popleft()
+        for queue in queues[rank].values():
+            advance(rank, queue)
         while at[rank] < len(todo[rank]):
             event = todo[rank][at[rank]]
             channel = event.transfers[0].payload.channel
+            queue = queues[rank][channel]
             if event.kind is EventKind.START:
-                tickets[rank][channel] = []
                 for t in event.transfers:
-                    source, target = (rank, t.peer) if t.send else (t.peer, rank)
-                    key = (source, target, channel, t.send)
-                    share = shares[rank].get((t.payload, t.chunk), 0) if t.send else 0
-                    queue = posted.setdefault(key, [])
-                    tickets[rank][channel].append(((source, target, channel, not t.send), len(queue)))
-                    queue.append((t, share))
-                    ready.extend(waiting_for.pop(key, ()))
+                    if t.send and t.payload.is_result:
+                        sent[rank, t] = shares[rank].get((t.payload, t.chunk), 0)
+                places[rank][channel].append(len(queue.batches))
+                queue.batches.append(event.transfers)
+                if queue.done == len(queue.batches) - 1:
+                    begin(rank, queue)
+                advance(rank, queue)
             else:
-                missing = [key for key, place in tickets[rank][channel] if len(posted.get(key, ())) <= place]
-                if missing:
-                    waiting_for.setdefault(missing[0], set()).add(rank)
+                if places[rank][channel][0] >= queue.done:
                     break
-                for (key, place), t in zip(tickets[rank][channel], event.transfers, strict=True):
-                    other, share = posted[key][place]
-                    if (other.payload, other.chunk, other.part) != (t.payload, t.chunk, t.part):
-                        problems.append(f"rank {rank}: {t}, but CP rank {t.peer} has '{other}' in its place")
-                    elif t.payload.is_result and not t.send:
+                places[rank][channel].popleft()
+                for t in event.transfers:
+                    if t.payload.is_result and not t.send:
+                        share = sent.get((t.peer, Transfer(t.payload, t.chunk, rank, True, t.part)), 0)
                         item = (t.payload, t.chunk)
                         if shares[rank].get(item, 0) & share:
                             problems.append(f"rank {rank}: {t} brings a share that is already there")
@@ -272,17 +319,17 @@ def _check_matching(plan: Plan, programs: list[tuple[Event, ...]], problems: lis
     for rank in stuck:
         event = todo[rank][at[rank]]
         problems.append(f"rank {rank} waits for ever in step {event.step}: {', '.join(map(str, event.transfers))}")
-    for (source, target, channel, send), queue in posted.items():
+    for (source, target, channel, send), mine in posted.items():
         other = posted.get((source, target, channel, not send), [])
-        for t, _ in queue[len(other) :]:
+        for t in mine[len(other) :]:
             problems.append(f"rank {source if send else target}: {t} over the {channel.value} channel has no match")
     if not problems:
         _check_shares(plan, shares, problems)
-    return sum(len(queue) for key, queue in posted.items() if key[3])
+    return sum(len(mine) for key, mine in posted.items() if key[3])
 
 
-def _check_shares(plan: Plan, shares: list[dict[tuple[Payload, int], int]], problems: list[str]) -> None:
-    expected: dict[tuple[Payload, int], int] = {}
+def _check_shares(plan: Plan, shares: list[dict[Item, int]], problems: list[str]) -> None:
+    expected: dict[Item, int] = {}
     for rank in range(plan.tile.size):
         row = sum(1 << member for member in plan.tile.row_group(rank))
         expected[(plan.direction.row_result, rank)] = row
