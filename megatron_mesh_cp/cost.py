@@ -10,6 +10,7 @@ units of one Q chunk, g = KV heads / Q heads, eps = fp32 row statistics (2/D of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .plan import Channel, Direction, Payload
@@ -72,6 +73,47 @@ class AttentionShape:
             Payload.DQ: self.rows * (self.head_dim * self.stat_bytes + v_dim * self.item_bytes),
             Payload.DKV: kv_rows * (self.head_dim + v_dim) * self.stat_bytes,
         }.get(payload, 0)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations that decide a schedule, in any one unit: one transfer of each kind, and one block.
+
+    row_in: Q (backward: Q, dO, lse, delta); column_in: K, V; row_result: O with lse (backward: dQ); column_result:
+    dK, dV (backward only). links: 2 where row and column channel run at once, 1 where they share a link.
+
+    Raises ValueError where a duration is negative or not finite.
+    """
+
+    row_in: float
+    column_in: float
+    row_result: float
+    column_result: float
+    block: float
+    links: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("row_in", "column_in", "row_result", "column_result", "block"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"costs: {name} must be a duration of 0 or more, got {value}")
+        if self.links not in (1, 2):
+            raise ValueError(f"costs: links {self.links}: 1 (both channels share a link) or 2 (each has its own)")
+
+
+def nominal_costs(direction: Direction, shape: AttentionShape | None = None) -> Costs:
+    """Costs where no cluster is known: in units of one Q chunk on its way, a block as long as that, backward 2.5 times.
+
+    shape: for the true ratios of the messages; default MHA with row statistics left out.
+    """
+    forward = direction is Direction.FORWARD
+    if shape is None:
+        return Costs(1, 2, 1, 0, 1) if forward else Costs(2, 2, 1, 2, 2.5)
+    unit = shape.message_bytes(Payload.Q)
+    row_in, column_in, row_result = (
+        shape.message_bytes(p) / unit for p in (direction.row_input, Payload.KV, direction.row_result)
+    )
+    return Costs(row_in, column_in, row_result, 0 if forward else column_in, 1 if forward else 2.5)
 
 
 def check_heads(heads: int, kv_heads: int, flag: str = "heads", kv_flag: str = "kv heads") -> None:
