@@ -31,6 +31,7 @@ def mesh_attention(
     cu_seqlens: torch.Tensor | None = None,
     kernel: str = "auto",
     exchange: str = "direct",
+    exchange_backward: str | None = None,
     layout: str = "zigzag",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +57,7 @@ def mesh_attention(
         cu_seqlens: packed sequences are not supported yet.
         kernel: "auto", "sdpa" or "reference"; see kernels.select_kernel.
         exchange: "direct" (owner to user) or "shift" (neighbour ring); both move the same bytes.
+        exchange_backward: the same for the backward; default as `exchange`.
         layout: "zigzag" (Megatron's) or "plain" (contiguous chunks).
         return_lse: also return lse, [b, hq, s/n] in fp32 (fp64 for fp64 inputs), natural log, not differentiable.
 
@@ -76,17 +78,19 @@ def mesh_attention(
         )
     if not isinstance(softmax_scale, float | int | None):
         raise ValueError(f"mesh_attention: softmax_scale must be a number, got {type(softmax_scale).__name__}")
+    exchange_backward = exchange if exchange_backward is None else exchange_backward
     check_exchange(exchange)
+    check_exchange(exchange_backward, "exchange_backward")
     check_layout(layout)
     _check_tensors(q, k, v, qkv_format, layout, causal, groups.size)
     chosen = select_kernel(
         kernel, dtype=q.dtype, device_type=q.device.type, head_dim=q.shape[-1], v_head_dim=v.shape[-1]
     )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    call = _Call(groups, chosen, causal, scale, exchange, layout, qkv_format)
+    call = _Call(groups, chosen, causal, scale, (exchange, exchange_backward), layout, qkv_format)
     groups.check_agreement(
         f"q {list(q.shape)} k {list(k.shape)} v {list(v.shape)} {qkv_format} {q.dtype}, causal {causal}, "
-        f"scale {scale}, exchange {exchange}, layout {layout}"
+        f"scale {scale}, exchange {exchange}, backward {exchange_backward}, layout {layout}"
     )
     out, lse = _MeshAttention.apply(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -98,12 +102,13 @@ class _Call:
     kernel: Kernel
     causal: bool
     scale: float
-    exchange: str
+    exchanges: tuple[str, str]  # forward, backward
     layout: str
     qkv_format: str
 
     def problem(self, direction: Direction) -> Problem:
-        program = self.groups.program(direction, self.exchange)
+        exchange = self.exchanges[direction is Direction.BACKWARD]
+        program = self.groups.program(direction, exchange)
         return Problem(self.groups, program, self.kernel, self.causal, self.scale, self.layout)
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,25 @@
 """The only file that calls torch.distributed point-to-point: the row and the column channel of a CP rank.
 
-A channel carries one batch of transfers at a time, receives posted before sends (on gloo the other way round doubles
+A channel carries its batches in order, one at a time, receives posted before sends (on gloo the other way round doubles
 the time of a pairwise exchange), grouped into one call as NCCL wants it.
+
+Note [Queues]
+~~~~~~~~~~~~~
+A batch begins when those before it in its queue are complete, also while a block is being computed. NCCL's streams do
+that by themselves: a batch is posted at once and runs after the one before. On gloo every batch that is posted shares
+the link with all others, and nothing would post the next one in the middle of a block; there a thread of the queue
+posts a batch, waits for it, and takes the next. Kernels run without the interpreter's lock, so it wakes when it must.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,6 +27,10 @@ import torch
 import torch.distributed as dist
 
 from .plan import Transfer
+
+# Told of everything a rank does: lane ("row", "column", "compute", "wait"), label, start and end (time.perf_counter).
+Recorder = Callable[[str, str, float, float], None]
+Batch = list[tuple[Transfer, torch.Tensor]]
 
 
 class CommError(RuntimeError):
@@ -26,24 +42,68 @@ class Counters:
     """What one rank's channels have done since the last `reset`.
 
     sent: bytes handed to torch.distributed, by (direction, channel), e.g. ("forward", "row"); received likewise.
-    messages: sends; waited: seconds spent waiting for transfers to finish.
+    sends: messages, likewise; waited: seconds spent waiting for transfers to finish. recorder: see `Recorder`.
     """
 
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
     received: dict[tuple[str, str], int] = field(default_factory=dict)
-    messages: int = 0
+    sends: dict[tuple[str, str], int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     waited: float = 0.0
+    recorder: Recorder | None = None
 
     def reset(self) -> None:
         self.sent.clear()
         self.received.clear()
+        self.sends.clear()
         self.calls.clear()
-        self.messages, self.waited = 0, 0.0
+        self.waited = 0.0
+
+    @property
+    def messages(self) -> int:
+        """Messages sent, all directions and channels."""
+        return sum(self.sends.values())
 
     def sent_in(self, direction: str) -> int:
         """Bytes sent in "forward" or "backward", both channels."""
         return sum(size for (which, _), size in self.sent.items() if which == direction)
+
+
+class TransferQueue:
+    """Runs jobs in order on a thread of its own, which ends when the queue is dropped; see Note [Queues].
+
+    After a job that failed, all later ones fail with the same error.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future] | None] = queue.SimpleQueue()
+        self._started = False
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], None]) -> Future:
+        """Queue a job; its Future is done when the job is."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=_run_jobs, args=(self._jobs,), name="mesh-cp queue", daemon=True).start()
+        future: Future = Future()
+        self._jobs.put((job, future))
+        return future
+
+
+def _run_jobs(jobs: queue.SimpleQueue[tuple[Callable[[], None], Future] | None]) -> None:
+    failed: Exception | None = None
+    while (entry := jobs.get()) is not None:
+        job, future = entry
+        try:
+            if failed is not None:
+                raise failed
+            job()
+        except Exception as error:
+            failed = error
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del entry, job, future  # their buffers
 
 
 class ChannelComm:
@@ -57,8 +117,11 @@ class ChannelComm:
         counters: where bytes and waiting time are added.
         timeout: seconds that one batch may take; None leaves it to the process group's own limit.
 
-    Misuse (a second batch while one is in flight, a finish with none, a message to oneself or out of the group, a
-    buffer that is not contiguous) raises RuntimeError or ValueError.
+    Attributes:
+        queue: in which its batches run; two channels that share a link share it.
+
+    Misuse (a finish with nothing outstanding, a message to oneself or out of the group, a buffer that is not
+    contiguous) raises RuntimeError or ValueError.
     """
 
     def __init__(
@@ -74,57 +137,80 @@ class ChannelComm:
         if missing:
             raise ValueError(f"{name} channel of CP rank {rank}: the process group lacks ranks {sorted(missing)}")
         self.name, self.group, self.rank, self.counters = name, group, rank, counters
+        self.queue = TransferQueue()
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._global = dict(members)
-        self._flying: list[tuple[dist.Work, list[Transfer]]] | None = None
-        self._where = ""
+        self._outstanding: deque[tuple[Callable[[], None], str]] = deque()  # how to wait for a batch; what it is
 
-    def start(self, batch: list[tuple[Transfer, torch.Tensor]], where: str, direction: str) -> None:
-        """Post a batch, receives first. `where` ("forward step 2") and the transfers' names go into errors."""
-        if self._flying is not None:
-            raise RuntimeError(f"{self.name} channel: a batch is in flight ({self._where}); finish it first")
-        ordered = sorted(batch, key=lambda item: item[0].send)
-        ops = [self._op(transfer, buffer, direction) for transfer, buffer in ordered]
+    def start(self, batch: Batch, where: str, direction: str) -> None:
+        """Put a batch into the queue. `where` ("forward step 2") and the transfers' names go into errors."""
+        ordered = sorted(batch, key=lambda item: item[0].send)  # receives first
+        for transfer, buffer in ordered:
+            if transfer.peer == self.rank or transfer.peer not in self._global:
+                raise ValueError(
+                    f"{self.name} channel of CP rank {self.rank} {sorted(self._global)}: cannot {transfer}"
+                )
+            if not buffer.is_contiguous():
+                raise ValueError(f"{self.name} channel: the buffer to {transfer} is not contiguous")
+        if ordered[0][1].is_cuda:
+            works = self._post(ordered, where, direction)
+            wait = lambda: self._wait(works, where)  # noqa: E731
+        else:
+            wait = self.queue.submit(lambda: self._carry(ordered, where, direction)).result
+        self._outstanding.append((wait, _label(t for t, _ in ordered)))
+
+    def finish(self) -> None:
+        """Wait for the oldest batch outstanding. Raises CommError, naming the transfer and the peer, if it fails."""
+        if not self._outstanding:
+            raise RuntimeError(f"{self.name} channel: there is no batch to finish")
+        wait, label = self._outstanding.popleft()
+        begin = time.perf_counter()
+        wait()
+        end = time.perf_counter()
+        self.counters.waited += end - begin
+        if self.counters.recorder is not None:
+            self.counters.recorder("wait", label, begin, end)
+
+    def abandon(self) -> None:
+        """Forget the batches outstanding after a failure, buffers and all."""
+        self._outstanding.clear()
+
+    def _carry(self, batch: Batch, where: str, direction: str) -> None:
+        """Post a batch and wait for it; on the queue's thread."""
+        begin = time.perf_counter()
+        self._wait(self._post(batch, where, direction), where)
+        if self.counters.recorder is not None:
+            self.counters.recorder(self.name, _label(t for t, _ in batch), begin, time.perf_counter())
+
+    def _post(self, batch: Batch, where: str, direction: str) -> list[tuple[dist.Work, list[Transfer]]]:
+        """Hand a batch to torch.distributed, and count it."""
+        ops = [
+            dist.P2POp(dist.isend if t.send else dist.irecv, buffer, self._global[t.peer], self.group)
+            for t, buffer in batch
+        ]
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise self._error([transfer for transfer, _ in ordered], where, error) from error
-        named = [[transfer] for transfer, _ in ordered]
+            raise self._error([t for t, _ in batch], where, error) from error
+        key = direction, self.name
+        for transfer, buffer in batch:
+            counted = self.counters.sent if transfer.send else self.counters.received
+            counted[key] = counted.get(key, 0) + buffer.numel() * buffer.element_size()
+        self.counters.sends[key] = self.counters.sends.get(key, 0) + sum(t.send for t, _ in batch)
+        named = [[transfer] for transfer, _ in batch]
         if len(works) != len(named):  # NCCL gives one Work for the whole group of operations
-            named = [[transfer for transfer, _ in ordered]] * len(works)
-        self._flying = list(zip(works, named, strict=True))
-        self._where = where
+            named = [[transfer for transfer, _ in batch]] * len(works)
+        return list(zip(works, named, strict=True))
 
-    def finish(self) -> None:
-        """Wait for the batch in flight. Raises CommError, naming the transfer and the peer, if it fails."""
-        if self._flying is None:
-            raise RuntimeError(f"{self.name} channel: there is no batch to finish")
-        flying, self._flying = self._flying, None
-        begin = time.perf_counter()
-        for work, transfers in flying:
+    def _wait(self, works: list[tuple[dist.Work, list[Transfer]]], where: str) -> None:
+        for work, transfers in works:
             try:
                 if self._timeout is None:
                     work.wait()
                 else:
                     work.wait(self._timeout)
             except RuntimeError as error:
-                raise self._error(transfers, self._where, error) from error
-        self.counters.waited += time.perf_counter() - begin
-
-    def _op(self, transfer: Transfer, buffer: torch.Tensor, direction: str) -> dist.P2POp:
-        if transfer.peer == self.rank or transfer.peer not in self._global:
-            raise ValueError(f"{self.name} channel of CP rank {self.rank} {sorted(self._global)}: cannot {transfer}")
-        if not buffer.is_contiguous():
-            raise ValueError(f"{self.name} channel: the buffer to {transfer} is not contiguous")
-        key, size = (direction, self.name), buffer.numel() * buffer.element_size()
-        counted = self.counters.sent if transfer.send else self.counters.received
-        counted[key] = counted.get(key, 0) + size
-        self.counters.messages += transfer.send
-        return dist.P2POp(dist.isend if transfer.send else dist.irecv, buffer, self._global[transfer.peer], self.group)
-
-    def abandon(self) -> None:
-        """Forget a batch in flight after a failure, buffers and all."""
-        self._flying = None
+                raise self._error(transfers, where, error) from error
 
     def _error(self, transfers: list[Transfer], where: str, error: Exception) -> CommError:
         named = " or ".join(f"{t} (global rank {self._global[t.peer]})" for t in transfers)
@@ -132,6 +218,11 @@ class ChannelComm:
             f"CP rank {self.rank}: could not {named} over the {self.name} channel in {where}. That rank, or one it "
             f"waits for, has died or hangs. Cause: {error}"
         )
+
+
+def _label(transfers: Iterable[Transfer]) -> str:
+    """A batch in short: "KV 3 <- 3, KV 0 -> 1"."""
+    return ", ".join(f"{t.payload.value.upper()} {t.chunk} {'->' if t.send else '<-'} {t.peer}" for t in transfers)
 
 
 def warm_up(group: dist.ProcessGroup) -> None:

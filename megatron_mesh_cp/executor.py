@@ -6,6 +6,7 @@ each event does. Inside, tensors are [b, h, s, d] views, row statistics [b, h, s
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +111,13 @@ class _Run:
 
     def _compute(self, block: Block) -> None:
         kind = block_kind(block.q, block.kv, causal=self.p.causal, layout=self.p.layout)
+        recorder = self.p.groups.counters.recorder
+        if recorder is None:
+            self.compute(block, kind)
+            return
+        begin = time.perf_counter()
         self.compute(block, kind)
+        recorder("compute", f"block ({block.q}, {block.kv})", begin, time.perf_counter())
 
     def _release(self, event: Event) -> None:
         for t in event.transfers:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import torch.distributed as dist
 
 from .comm import ChannelComm, CommError, Counters, warm_up
+from .cost import Costs
 from .plan import Channel, Direction, Event, Plan
 from .schedule import make_plan
 from .tile import TileShape
@@ -18,9 +19,9 @@ Watcher = Callable[[Direction, int, int], None]
 
 
 @lru_cache(maxsize=256)
-def verified_plan(tile: TileShape, direction: Direction, exchange: str) -> Plan:
+def verified_plan(tile: TileShape, direction: Direction, exchange: str, costs: Costs | None = None) -> Plan:
     """The plan that will run, proven over all ranks first. Raises plan.PlanError."""
-    plan = make_plan(tile, direction, exchange)
+    plan = make_plan(tile, direction, exchange, costs)
     verify(plan)
     return plan
 
@@ -38,7 +39,8 @@ class MeshGroups:
     Attributes:
         rank, size: CP rank of this process and CP size.
         tile, tile_backward: the tiles of the two directions.
-        counters: bytes handed to torch.distributed, and waiting time.
+        counters: bytes handed to torch.distributed, and waiting time; also where a `comm.Recorder` can be set.
+        costs: what the order of each direction was planned for; None where nothing is known of the cluster.
         watcher: None, or a function told the bytes held after each event (tests and tools).
     """
 
@@ -50,7 +52,9 @@ class MeshGroups:
         *,
         backward: TileShape | None = None,
         timeout: float | None = None,
+        costs: Mapping[Direction, Costs] | None = None,
     ) -> None:
+        self.costs = dict(costs or {})
         self.tile, self.tile_backward = tile, backward or tile
         _check_group(cp_group, self.tile, self.tile_backward)
         self.cp_group = cp_group
@@ -81,6 +85,7 @@ class MeshGroups:
         backward: TileShape | None = None,
         *,
         timeout: float | None = None,
+        costs: Mapping[Direction, Costs] | None = None,
     ) -> MeshGroups:
         """Rows and columns over `cp_group`, which may be any subset of the world, in any stride and order.
 
@@ -93,15 +98,16 @@ class MeshGroups:
         Args:
             tile, backward: tiles of forward and backward (default: the same), a*b = size of cp_group.
             timeout: seconds that one batch of transfers may take (default: the process group's own limit).
+            costs: durations that decide the order of each direction (tune.costs_for; default: nominal ones).
 
         Raises: ValueError where a*b is not the group's size or the members disagree on the tiles.
         """
         backward = backward or tile
         _check_group(cp_group, tile, backward)  # before the members talk
-        _check_agreement(cp_group, f"tile {tile}, backward tile {backward}")
+        _check_agreement(cp_group, f"tile {tile}, backward tile {backward}{_said(costs)}")
         warm_up(cp_group)
         pairs = dict.fromkeys((tile, backward), (cp_group, cp_group))
-        return cls(cp_group, tile, pairs, backward=backward, timeout=timeout)
+        return cls(cp_group, tile, pairs, backward=backward, timeout=timeout, costs=costs)
 
     @classmethod
     def from_megatron(
@@ -109,13 +115,18 @@ class MeshGroups:
         pg_collection: object,
         backward: TileShape | None = None,
         backward_groups: Sequence[dist.ProcessGroup] | None = None,
+        *,
+        tile: TileShape | None = None,
+        costs: Mapping[Direction, Costs] | None = None,
     ) -> MeshGroups:
-        """Take `cp` and `hcp` as Megatron built them with hierarchical_context_parallel_sizes = [a, b].
+        """Take `cp` and `hcp` as Megatron built them with hierarchical_context_parallel_sizes = tile.levels.
 
         Args:
             pg_collection: megatron.core's ProcessGroupCollection.
-            backward, backward_groups: another tile for the backward, and its row and column group
+            backward, backward_groups: another tile for the backward, and its groups of level 0 and 1
                 (`megatron.groups.make_backward_groups` makes them, on all ranks).
+            tile: default a x b as the sizes of the two levels say, not transposed.
+            costs: as for `build`; the same on all ranks.
 
         Raises: ValueError where the groups are missing or are not those of the tile.
         """
@@ -132,8 +143,14 @@ class MeshGroups:
                 f"MeshGroups.from_megatron: pg_collection.hcp holds {len(levels or ())} groups; set "
                 "hierarchical_context_parallel_sizes=[a, b] so that Megatron builds the row and the column group"
             )
-        tile = TileShape(dist.get_world_size(levels[0]), dist.get_world_size(levels[1]))
+        built = dist.get_world_size(levels[0]), dist.get_world_size(levels[1])
+        tile = tile or TileShape(*built)
         tile.check_size(size, "hierarchical_context_parallel_sizes")
+        if built != tile.levels:
+            raise ValueError(
+                f"tile {tile} needs hierarchical_context_parallel_sizes {list(tile.levels)}, but Megatron built groups "
+                f"for {list(built)}; call install(args) before Megatron initializes its groups"
+            )
         pairs = {tile: (levels[0], levels[1])}
         if backward is not None and backward != tile:
             if backward_groups is None:
@@ -142,10 +159,11 @@ class MeshGroups:
                 )
             pairs[backward] = (backward_groups[0], backward_groups[1])
         for shape, pair in pairs.items():
+            pairs[shape] = pair = (pair[1], pair[0]) if shape.transposed else pair  # level 0 is the consecutive one
             _check_members(cp_group, shape, pair)
             for group in pair:
                 warm_up(group)
-        return cls(cp_group, tile, pairs, backward=backward)
+        return cls(cp_group, tile, pairs, backward=backward, costs=costs)
 
     def channel(self, direction: Direction, channel: Channel) -> ChannelComm:
         """The channel that a direction uses. Raises RuntimeError for a group of one rank, which has none."""
@@ -188,7 +206,11 @@ class MeshGroups:
         """This rank's part of the plan of a direction, proven over all ranks when first asked for."""
         key = (direction, exchange)
         if key not in self._programs:
-            self._programs[key] = verified_plan(self.tile_of(direction), direction, exchange).program(self.rank)
+            plan = verified_plan(self.tile_of(direction), direction, exchange, self.costs.get(direction))
+            if plan.links == 1 and len(self._channels[direction]) == 2:
+                row, column = self._channels[direction].values()
+                column.queue = row.queue
+            self._programs[key] = plan.program(self.rank)
         return self._programs[key]
 
     def __repr__(self) -> str:
@@ -202,6 +224,10 @@ def _check_group(cp_group: dist.ProcessGroup | None, tile: TileShape, backward: 
         raise ValueError("MeshGroups: this process is not a member of cp_group; only members build the groups")
     tile.check_size(dist.get_world_size(cp_group))
     backward.check_size(dist.get_world_size(cp_group), "backward tile")
+
+
+def _said(costs: Mapping[Direction, Costs] | None) -> str:
+    return "".join(f", {direction.value} {planned}" for direction, planned in (costs or {}).items())
 
 
 def _check_agreement(cp_group: dist.ProcessGroup, text: str) -> None:

@@ -32,6 +32,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     causal: bool = True
     exchange: str = "direct"
+    exchange_backward: str | None = None
     kernel: str = "sdpa"
     layout: str = "zigzag"
     qkv_format: str = "sbhd"
@@ -115,6 +116,7 @@ def run_mesh(case: Case, groups: MeshGroups, dout: torch.Tensor | None = None) -
             softmax_scale=case.scale,
             kernel=case.kernel,
             exchange=case.exchange,
+            exchange_backward=case.exchange_backward,
             layout=case.layout,
             return_lse=True,
         )

@@ -16,22 +16,19 @@ from ..tile import TileShape
 from .config import MeshConfig
 
 _backward: dict[TileShape, tuple[dist.ProcessGroup, ...]] = {}
-_shared: dict[tuple[dist.ProcessGroup, TileShape, TileShape], MeshGroups] = {}
+_shared: dict[tuple[object, ...], MeshGroups] = {}
 
 
 def shared_groups(pg_collection: ProcessGroupCollection, mesh: MeshConfig) -> MeshGroups:
     """The MeshGroups that all layers of this process share, made at the first layer; its plans are proven here."""
-    key = (pg_collection.cp, mesh.tile, mesh.tile_backward)
+    key = (pg_collection.cp, mesh.tile, mesh.tile_backward, mesh.costs)
     if key not in _shared:
         other = mesh.tile_backward if mesh.tile_backward != mesh.tile else None
-        groups = MeshGroups.from_megatron(pg_collection, other, other and backward_groups_of(other))
-        if groups.tile != mesh.tile:
-            raise ValueError(
-                f"--mesh-tile-shape {mesh.tile}, but Megatron built hierarchical groups for {groups.tile}; call "
-                "install(args) before Megatron initializes its groups"
-            )
+        groups = MeshGroups.from_megatron(
+            pg_collection, other, other and backward_groups_of(other), tile=mesh.tile, costs=dict(mesh.costs)
+        )
         for direction in Direction:
-            groups.program(direction, mesh.exchange)
+            groups.program(direction, mesh.exchange_of(direction))
         _shared[key] = groups
     return _shared[key]
 
@@ -65,10 +62,11 @@ def make_backward_groups(tile: TileShape, timeout: timedelta | None = None) -> l
     created: list[list[int]] = []
     for ranks in sorted({tuple(ranks) for ranks in every}):
         groups, _ = parallel_state.create_hierarchical_groups(
-            rank, list(ranks), [tile.a, tile.b], timeout=timeout, group_desc="CONTEXT_PARALLEL_BACKWARD_GROUP"
+            rank, list(ranks), list(tile.levels), timeout=timeout, group_desc="CONTEXT_PARALLEL_BACKWARD_GROUP"
         )
-        created += [[ranks[m] for m in tile.row_group(g)] for g in range(0, tile.size, tile.a)]
-        created += [[ranks[m] for m in tile.column_group(g)] for g in range(tile.a)]
+        near = tile.levels[0]
+        created += [list(ranks[first : first + near]) for first in range(0, tile.size, near)]
+        created += [list(ranks[first::near]) for first in range(near)]
         if rank in ranks:
             _backward[tile] = tuple(groups)
     return created

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from mesh_cases import NAMES, Case, dense, errors, inputs, local_part, mesh_groups, run_mesh
 
 from megatron_mesh_cp import MeshGroups, TileShape, mesh_attention
-from megatron_mesh_cp.cost import mesh_bytes
+from megatron_mesh_cp.cost import Costs, mesh_bytes
 from megatron_mesh_cp.groups import verified_plan
 from megatron_mesh_cp.layout import chunk_positions
 from megatron_mesh_cp.plan import EXCHANGES, Direction, Payload, live_bytes
@@ -462,13 +463,6 @@ def misuse() -> list[str]:
     attempt(lambda: channel.start([(Transfer(Payload.Q, 0, 9, True), buffer)], "x", "forward"))
     attempt(lambda: channel.start([(Transfer(Payload.Q, 0, peer, True), torch.zeros(4, 2).t())], "x", "forward"))
     attempt(lambda: groups.channel(Direction.FORWARD, Channel.COLUMN))
-    both = [
-        (Transfer(Payload.Q, 0, (groups.rank - 1) % 4, False), torch.zeros(4)),
-        (Transfer(Payload.Q, 0, peer, True), buffer),
-    ]
-    channel.start(both, "x", "forward")
-    attempt(lambda: channel.start(both, "y", "forward"))
-    channel.finish()
     return out
 
 
@@ -479,11 +473,100 @@ def test_a_channel_cannot_be_misused(ranks):
         "cannot send Q",
         "not contiguous",
         "one rank has no channel",
-        "in flight",
     ]
     for texts in ranks(4).run(misuse):
         for text, want in zip(texts, wanted, strict=True):
             assert want in text, texts
+
+
+def queued_in_order(shared: bool) -> list[str]:
+    """Three batches on the row channel and one on the column channel at once; what the recorder saw."""
+    from megatron_mesh_cp.plan import Channel, Transfer
+
+    groups = mesh_groups("2x2")
+    row, column = (groups.channel(Direction.FORWARD, channel) for channel in Channel)
+    own = column.queue
+    column.queue = row.queue if shared else own
+    seen: list[tuple[float, float, str]] = []
+
+    def record(lane: str, label: str, begin: float, end: float) -> None:
+        if lane != "wait":
+            seen.append((begin, end, lane))
+
+    groups.counters.recorder = record
+    try:
+        for channel, payload, rounds in ((row, Payload.Q, 2), (column, Payload.KV, 1), (row, Payload.O, 1)):
+            members = groups.tile.row_group(groups.rank) if channel is row else groups.tile.column_group(groups.rank)
+            peer = next(m for m in members if m != groups.rank)
+            for _ in range(rounds):
+                there = Transfer(payload, 0, peer, True), torch.full((1 << 18,), groups.rank)
+                back = Transfer(payload, 1, peer, False), torch.zeros(1 << 18, dtype=torch.int64)
+                channel.start([there, back], "x", "forward")
+        for channel in (row, row, row, column):
+            channel.finish()
+    finally:
+        groups.counters.recorder = None
+        column.queue = own
+    seen.sort()
+    overlap = any(later[0] < earlier[1] for earlier, later in pairwise(seen) if shared)
+    rows = [entry for entry in seen if entry[2] == "row"]
+    overlap |= any(later[0] < earlier[1] for earlier, later in pairwise(rows))
+    return ["overlap" if overlap else "one at a time", *(lane for _, _, lane in seen)]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one link", "two links"])
+def test_batches_of_a_queue_run_one_at_a_time_in_the_order_of_their_starts(ranks, shared):
+    for seen in ranks(4).run(queued_in_order, shared):
+        assert seen[0] == "one at a time"
+        assert seen.count("row") == 3
+        if shared:
+            assert seen[1:] == ["row", "row", "column", "row"]
+
+
+def after_a_failed_batch() -> list[str]:
+    """A batch that torch.distributed refuses: it and the batches behind it fail, and none of them hangs."""
+    from megatron_mesh_cp.plan import Channel, Transfer
+
+    channel = MeshGroups.build(dist.group.WORLD, TileShape(2, 1)).channel(Direction.FORWARD, Channel.ROW)
+    peer = 1 - dist.get_rank()
+    sparse = torch.zeros(4).to_sparse()
+    sparse.is_contiguous = lambda: True
+    texts = []
+    for buffer in (sparse, torch.zeros(4)):
+        channel.start([(Transfer(Payload.Q, 0, peer, True), buffer)], "x", "forward")
+    for _ in range(2):
+        try:
+            channel.finish()
+            texts.append("finished")
+        except Exception as error:
+            texts.append(type(error).__name__)
+    return texts
+
+
+def test_batches_behind_a_failed_one_fail_too(ranks):
+    for texts in ranks(2).run(after_a_failed_batch, timeout=60):
+        assert "finished" not in texts
+        assert texts[0] == texts[1]
+
+
+def planned(case: Case, costs: dict[Direction, Costs]) -> dict[str, float]:
+    """Errors of a run whose order was planned for `costs`."""
+    groups = MeshGroups.build(
+        dist.group.WORLD, TileShape.parse(case.tile), TileShape.parse(case.tile_backward), costs=costs
+    )
+    return errors(case, groups)
+
+
+@pytest.mark.parametrize("links", [1, 2])
+@pytest.mark.parametrize("block", [0.05, 1.0, 5.0])
+def test_plans_for_any_costs_run_and_give_the_same_numbers(ranks, links, block):
+    """Other costs are other orders and other depths; forward and backward have other tiles and exchanges."""
+    costs = {Direction.FORWARD: Costs(1, 0.5, 1, 0, block, links), Direction.BACKWARD: Costs(2, 2, 1, 2, block, links)}
+    for tile, backward in (("4x2", "2x4t"), ("2x4t", "8x1"), ("1x8", "4x2t")):
+        for exchange, other in (EXCHANGES, EXCHANGES[::-1]):
+            case = Case(s=48, tile=tile, tile_backward=backward, exchange=exchange, exchange_backward=other, kv_heads=2)
+            for found in ranks(8).run(planned, case, costs):
+                assert max(found.values()) < 1e-10, (tile, exchange)
 
 
 def warmed_up(tile: str) -> tuple[list[str], int]:

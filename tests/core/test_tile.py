@@ -38,6 +38,20 @@ def test_ring_is_one_row_and_its_transpose_one_column():
     assert TileShape(4, 1).column_group(2) == (2,)
 
 
+@pytest.mark.parametrize(("a", "b"), [(2, 4), (4, 2), (3, 5), (1, 6), (6, 1), (8, 8)])
+def test_transposed_tiles_put_the_column_group_on_consecutive_ranks(a, b):
+    tile = TileShape(a, b, transposed=True)
+    assert (str(tile), tile.levels) == (f"{a}x{b}t", (b, a))
+    assert TileShape.parse(f"{a}x{b}t") == tile
+    for rank in range(a * b):
+        rows, columns = tile.row_group(rank), tile.column_group(rank)
+        assert (len(rows), len(columns)) == (a, b)
+        assert columns == tuple(range(columns[0], columns[0] + b))
+        assert rank in rows
+        assert rank in columns
+        assert {tile.owner(i, j) for i in rows for j in columns} == {rank}
+
+
 def test_rejects_a_tile_of_another_size_with_tiles_that_fit():
     with pytest.raises(ValueError, match=r"context_parallel_size 12 with tile 8x2 = 16: a\*b must be 12; try .*6x2"):
         TileShape(8, 2).check_size(12)
@@ -60,7 +74,7 @@ def test_parse_reads_what_str_writes():
 
 
 def test_pure_rooms_import_without_torch():
-    rooms = "tile layout plan verify schedule cost tune"
+    rooms = "tile layout plan verify greedy schedule cost cluster simulate peers tune draw"
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['megatron'] = None\n"
         f"import importlib; [importlib.import_module('megatron_mesh_cp.' + r) for r in '{rooms}'.split()]"
