@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Largest believable error, as a coarse net: a lost or wrongly merged block is off by the size of the values, about 1.
 _MAX_ERROR = {"float64": 1e-8, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
-_PEAK_TFLOPS = 1.0  # of one CPU core; above the peak of every core with vector units alone
+PEAK_TFLOPS = 1.0  # of one CPU core; above the peak of every core with vector units alone
 
 
 def add_parser(subparsers) -> None:
@@ -50,11 +50,12 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the bench; 0, or 1 where the ranks fail or hang. Raises ValueError for bad input and unbelievable results."""
     job = checked_job(args)
-    from megatron_mesh_cp.cli.bench_ranks import BenchError, run_job
+    from megatron_mesh_cp.cli.bench_ranks import run_job
+    from megatron_mesh_cp.cli.gloo_ranks import RanksError
 
     try:
         result = run_job(job)
-    except BenchError as error:
+    except RanksError as error:
         print(f"mesh-cp: bench: {error}", file=sys.stderr)
         return 1
     dtype = str(job.dtype).removeprefix("torch.")
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         **{"ranks": job.ranks, "seq_len": job.seq_len, "heads": job.heads, "kv_heads": job.kv_heads},
         **{"head_dim": job.head_dim, "batch": job.batch, "dtype": dtype, "causal": job.causal},
-        **{"exchange": job.exchange, "kernel": job.kernel, "repeats": job.repeats, "cores": _cores()},
+        **{"exchange": job.exchange, "kernel": job.kernel, "repeats": job.repeats, "cores": cores()},
     }
     if args.json:
         print(json.dumps({"rows": rows, "single": single, **settings}, allow_nan=False))
@@ -151,10 +152,10 @@ def refuse_nonsense(who: str, measured: Measured, job: Job, ranks: int) -> None:
             f"{who}: {ranks} ranks sent {sent[0]} bytes forward and {sent[1]} backward, but every rank needs data of "
             "the others: communication was off. The result is refused; please report it with the command"
         )
-    rate, cores = tflops(job, measured.seconds), min(ranks, _cores())
-    if rate > _PEAK_TFLOPS * cores:
+    rate, used = tflops(job, measured.seconds), min(ranks, cores())
+    if rate > PEAK_TFLOPS * used:
         raise ValueError(
-            f"{who}: {rate:.3g} TFLOP/s on {cores} CPU core(s) is more than {_PEAK_TFLOPS:g} TFLOP/s a core can do: "
+            f"{who}: {rate:.3g} TFLOP/s on {used} CPU core(s) is more than {PEAK_TFLOPS:g} TFLOP/s a core can do: "
             "work was skipped. The result is refused; please report it with the command"
         )
     limit = _MAX_ERROR[str(job.dtype).removeprefix("torch.")]
@@ -226,6 +227,6 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.2f}"
 
 
-def _cores() -> int:
+def cores() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megatron_mesh_cp.attention import mesh_attention
+from megatron_mesh_cp.cli.gloo_ranks import run_ranks
 from megatron_mesh_cp.groups import MeshGroups
 from megatron_mesh_cp.layout import chunk_positions
 from megatron_mesh_cp.tile import TileShape
 
-_HOST = "127.0.0.1"
 Tensors = tuple[torch.Tensor, ...]
-
-
-class BenchError(RuntimeError):
-    """A rank failed, or the ranks did not end within the time limit."""
 
 
 @dataclass(frozen=True)
@@ -73,80 +62,8 @@ class Result:
 
 
 def run_job(job: Job) -> Result:
-    """Start the ranks, wait for them, and return what they measured.
-
-    Raises: BenchError where a rank fails or the time limit passes; SystemExit on SIGTERM. No rank is left behind.
-    """
-    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    try:
-        return _run_job(job)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _run_job(job: Job) -> Result:
-    # Port 0: the system picks a free one, and it is ours from then on.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=job.limit))
-    # A server imports torch once, and the ranks are its forks: importing it in every rank takes longer than a bench.
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    receiver, sender = context.Pipe(duplex=False)
-    parent, held = context.Pipe(duplex=False)  # held here: the ranks see its end when this process is gone
-    # An interrupt between two starts would leave ranks that nobody knows: it is kept until all have started.
-    interrupts: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-    try:
-        ranks = mp.start_processes(
-            _rank,
-            args=(job, store.port, sender, parent),
-            nprocs=job.ranks,
-            join=False,
-            daemon=True,
-            start_method="forkserver",
-        )
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    sender.close()
-    parent.close()
-    deadline = time.monotonic() + job.limit
-    try:
-        if interrupts:
-            raise KeyboardInterrupt
-        while not ranks.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
-            if time.monotonic() > deadline:
-                raise BenchError(
-                    f"the ranks did not end within --time-limit {job.limit:g} s; they were ended. If they were not "
-                    "hanging but slow, raise --time-limit, or lower --seq-len or --repeats"
-                )
-        return receiver.recv()
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        raise BenchError(f"rank {error.error_index} failed:\n{error}") from None
-    finally:
-        for process in ranks.processes:
-            process.kill()
-            process.join()
-        held.close()
-
-
-def _rank(rank: int, job: Job, port: int, sender: Connection, parent: Connection) -> None:
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
-    sys.stdout = sys.stderr
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=job.limit)
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=limit)
-    result = _measure(rank, job)
-    if rank == 0:
-        sender.send(result)
-    dist.barrier()  # rank 0 answers before any rank, and with it a connection, goes
-    dist.destroy_process_group()
-
-
-def _die_with(parent: Connection) -> None:
-    """End this rank when the command is gone, even by SIGKILL: the fork server that made us would outlive it."""
-    parent.poll(None)  # nothing is ever sent: only the end of the pipe wakes us
-    os._exit(1)
+    """Start the ranks, wait for them, and return what they measured; see `run_ranks`."""
+    return run_ranks(_measure, job, job.ranks, job.limit, lower="--seq-len or --repeats")
 
 
 def _measure(rank: int, job: Job) -> Result:

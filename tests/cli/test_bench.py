@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 
 from megatron_mesh_cp.cli import bench, bench_ranks
-from megatron_mesh_cp.cli.bench_ranks import BenchError, Job, Measured, Result, run_job
+from megatron_mesh_cp.cli.bench_ranks import Job, Measured, Result, run_job
+from megatron_mesh_cp.cli.gloo_ranks import RanksError
 from megatron_mesh_cp.cli.main import main
 from megatron_mesh_cp.cost import AttentionShape, mesh_bytes
 from megatron_mesh_cp.plan import Direction
@@ -165,7 +166,7 @@ def test_reduction_is_against_the_measured_ring_only():
 def test_a_rank_that_fails_is_named_and_none_is_left():
     """A kernel that no rank can build stands for any failure in a rank; the check before the start is skipped."""
     before = set(active_children())
-    with pytest.raises(BenchError, match=r"(?s)rank \d failed.*kernel te: kernel not installed"):
+    with pytest.raises(RanksError, match=r"(?s)rank \d failed.*kernel te: kernel not installed"):
         run_job(replace(JOB, seq_len=64, kernel="te"))
     assert set(active_children()) <= before
 

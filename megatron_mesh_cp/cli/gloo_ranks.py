@@ -1,0 +1,108 @@
+"""Start gloo ranks on this machine, run one function on all of them, and leave none behind, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_HOST = "127.0.0.1"
+Work = Callable[[int, Any], Any]
+
+
+class RanksError(RuntimeError):
+    """A rank failed, or the ranks did not end within the time limit."""
+
+
+def run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str) -> Any:
+    """Run work(rank, job) on gloo ranks of one thread each, and return what rank 0 returns.
+
+    Args:
+        work: a function at the top of a module, which the ranks import.
+        limit: seconds until hanging ranks are ended.
+        lower: the flags that would make the job smaller, for the error of a job that takes longer.
+
+    Raises: RanksError where a rank fails or the time limit passes; SystemExit on SIGTERM. No rank is left behind.
+    """
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        return _run_ranks(work, job, ranks, limit, lower)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str) -> Any:
+    # Port 0: the system picks a free one, and it is ours from then on.
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+    # A server imports torch once, and the ranks are its forks: importing it in every rank takes longer than a bench.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([work.__module__])
+    receiver, sender = context.Pipe(duplex=False)
+    parent, held = context.Pipe(duplex=False)  # held here: the ranks see its end when this process is gone
+    # An interrupt between two starts would leave ranks that nobody knows: it is kept until all have started.
+    interrupts: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        started = mp.start_processes(
+            _rank,
+            args=(work, job, ranks, limit, store.port, sender, parent),
+            nprocs=ranks,
+            join=False,
+            daemon=True,
+            start_method="forkserver",
+        )
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    sender.close()
+    parent.close()
+    deadline = time.monotonic() + limit
+    try:
+        if interrupts:
+            raise KeyboardInterrupt
+        while not started.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                raise RanksError(
+                    f"the ranks did not end within --time-limit {limit:g} s; they were ended. If they were not "
+                    f"hanging but slow, raise --time-limit, or lower {lower}"
+                )
+        return receiver.recv()
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise RanksError(f"rank {error.error_index} failed:\n{error}") from None
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
+        held.close()
+
+
+def _rank(
+    rank: int, work: Work, job: Any, ranks: int, limit: float, port: int, sender: Connection, parent: Connection
+) -> None:
+    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
+    sys.stdout = sys.stderr
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=limit)
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    result = work(rank, job)
+    if rank == 0:
+        sender.send(result)
+    dist.barrier()  # rank 0 answers before any rank, and with it a connection, goes
+    dist.destroy_process_group()
+
+
+def _die_with(parent: Connection) -> None:
+    """End this rank when the command is gone, even by SIGKILL: the fork server that made us would outlive it."""
+    parent.poll(None)  # nothing is ever sent: only the end of the pipe wakes us
+    os._exit(1)
