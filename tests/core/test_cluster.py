@@ -81,12 +81,12 @@ def test_a_shipped_cluster_loads_and_is_believable(name):
     assert 1e-6 <= cluster.intra.latency <= cluster.inter.latency < 0.01
     assert cluster.memory >= 1e9
     kernel = cluster.kernel
-    share_of_peak = (0.001, 0.5) if name == "cpu-gloo" else (0.3, 0.8)
+    share_of_peak, most = ((0.001, 0.5), 1.5) if name == "cpu-gloo" else ((0.3, 0.8), 1.0)  # CPU figures are rough
     for field in RATES:
         assert share_of_peak[0] < max(getattr(kernel, field)) / cluster.peak_flops < share_of_peak[1]
     for kind in ("full", "causal"):
         forward, backward = getattr(kernel, f"forward_{kind}"), getattr(kernel, f"backward_{kind}")
-        assert all(b < 1.2 * f for f, b in zip(forward, backward, strict=True))
+        assert all(b < most * f for f, b in zip(forward, backward, strict=True))
 
 
 def test_the_clusters_of_the_design_ship():
