@@ -22,12 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
+from math import inf
 
 from .plan import Transfer
 
 INPUTS = (0, 1)  # chains: row inputs, column inputs, row results, column results
 RESULTS = (2, 3)
 LOOK_AHEAD_BLOCKS = 16  # up to here `greedy` looks ahead at transfers and blocks, up to 16 times that at transfers
+LOOK_AHEAD_EFFORT = 25_000  # blocks and transfers that the alternatives of one look ahead may simulate
 GOOD_ENOUGH = 0.03  # above the bound: larger tiles look no further
 _EPSILON = 1e-9  # relative: two times this close are one event
 
@@ -82,7 +84,7 @@ class Policy:
 
 
 POLICIES = tuple(
-    Policy(*choice) for choice in product((1.0, float("inf"), 0.0), (True, False), ("rows", "columns", "both", "tail"))
+    Policy(*choice) for choice in product((1.0, inf, 0.0), (True, False), ("rows", "columns", "both", "tail"))
 )
 WEIGHTS = (0.2, 0.35, 0.5, 0.7, 1.4, 2.0, 3.0, 5.0)  # of rows, tried with the best two policies
 
@@ -114,7 +116,9 @@ def greedy(work: Work) -> Schedule:
     for _, policy in found[: 3 if small else 2 if blocks <= 16 * LOOK_AHEAD_BLOCKS else 0]:
         if best.seconds <= bound * (1 + (_EPSILON if small else GOOD_ENOUGH)):
             break
-        best = min(best, look_ahead(work, policy, blocks_too=small), key=lambda s: s.seconds)
+        trials = LOOK_AHEAD_EFFORT // (blocks + sum(map(len, work.chains)))
+        ahead = look_ahead(work, policy, trials, blocks_too=small)
+        best = min(best, ahead, key=lambda s: s.seconds)
     return best
 
 
@@ -122,10 +126,11 @@ def _seconds(found: tuple[Schedule, Policy]) -> float:
     return found[0].seconds
 
 
-def look_ahead(work: Work, policy: Policy, blocks_too: bool = True) -> Schedule:
+def look_ahead(work: Work, policy: Policy, trials: int, blocks_too: bool = True) -> Schedule:
     """A schedule in which every choice is the one from which `policy` gets to the end soonest.
 
-    blocks_too: look ahead at every block as well, not only at every transfer.
+    trials: alternatives to follow in all; after that `policy` decides alone. blocks_too: look ahead at every block as
+    well, not only at every transfer.
     """
     state = _State(work, policy)
     best = state.copy().run()
@@ -138,13 +143,17 @@ def look_ahead(work: Work, policy: Policy, blocks_too: bool = True) -> Schedule:
             state.take(machine, state.choose(machine))
             continue
         options = state.options(machine)
-        chosen, seconds = options[0], float("inf")
-        for option in options if len(options) > 1 else ():
+        chosen, seconds = options[0], inf
+        if len(options) > 1 and trials <= 0:
+            chosen = state.choose(machine)
+        for option in options if len(options) > 1 and trials > 0 else ():
+            trials -= 1
             trial = state.copy()
             trial.take(machine, option)
-            result = trial.run()
-            if result.seconds < seconds * (1 - _EPSILON):
-                chosen, seconds = option, result.seconds
+            result = trial.run(seconds * (1 - _EPSILON))
+            if result is None:
+                continue
+            chosen, seconds = option, result.seconds
             if result.seconds < best.seconds:
                 best = result
         state.take(machine, chosen)
@@ -192,6 +201,7 @@ class _State:
         self.orders = block_orders(work)
         self.priority = self.orders[policy.order]
         self.now = 0.0
+        self.left = work.a * work.b + sum(map(len, work.chains))  # blocks and rounds still to start
         self.next = [0, 0, 0, 0]  # round that each chain starts next
         self.merged = [0, 0, 0, 0]  # rounds whose end the rank has seen between two blocks
         self.ended = [0, 0, 0, 0]
@@ -213,22 +223,23 @@ class _State:
             setattr(new, name, getattr(self, name).copy())
         return new
 
-    def run(self) -> Schedule:
-        """Follow the policy to the end."""
-        while not self.done():
-            machine = self.idle_machine()
-            if machine is None:
-                self.advance()
-            else:
-                self.take(machine, self.choose(machine))
-        return self.schedule()
+    def run(self, limit: float = inf) -> Schedule | None:
+        """Follow the policy to the end; None where that takes `limit` or longer."""
+        while self.now < limit:
+            for machine in range(self.work.links):
+                if self.running[machine] is None and not self.waits[machine]:
+                    ready = self._ready(machine)
+                    if ready:
+                        self.take(machine, self._choose_chain(machine, ready))
+            if self.running[self.compute] is None and not self.waits[self.compute] and self.available:
+                self.take(self.compute, self.available[0][1])
+            if self.done():
+                return self.schedule()
+            self.advance()
+        return None
 
     def done(self) -> bool:
-        return (
-            len(self.blocks) == self.work.a * self.work.b
-            and all(n == len(chain) for n, chain in zip(self.next, self.work.chains, strict=True))
-            and not any(self.running)
-        )
+        return not self.left and not any(self.running)
 
     def schedule(self) -> Schedule:
         return Schedule(self.now, tuple(self.rounds), tuple(self.blocks))
@@ -255,7 +266,9 @@ class _State:
         """What the policy takes."""
         if machine == self.compute:
             return self.available[0][1]
-        ready = self._ready(machine)
+        return self._choose_chain(machine, self._ready(machine))
+
+    def _choose_chain(self, machine: int, ready: list[int]) -> int:
         if len(ready) == 1:
             if ready[0] in INPUTS or self.policy.eager or not self._inputs_left(machine) or not any(self.running):
                 return ready[0]
@@ -270,7 +283,9 @@ class _State:
         """Start what was chosen now."""
         if option == _WAIT:
             self.waits[machine] = True
-        elif machine == self.compute:
+            return
+        self.left -= 1
+        if machine == self.compute:
             if self.available[0][1] == option:
                 heappop(self.available)
             else:
@@ -340,7 +355,7 @@ class _State:
         """Blocks that the next input of a chain unlocks, per second of transfer."""
         seconds = self.work.chains[chain][self.next[chain]].seconds
         count = len(self.columns) if chain == 0 else len(self.rows)
-        value = count / seconds if seconds else float("inf")
+        value = count / seconds if seconds else inf
         if chain == 1:
             return value
         return value * self.policy.rows_first if self.policy.rows_first else -1.0

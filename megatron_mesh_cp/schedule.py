@@ -29,7 +29,8 @@ from functools import lru_cache
 
 from .cost import Costs, nominal_costs
 from .greedy import INPUTS, Round, Schedule, Work, greedy
-from .plan import Block, Direction, Event, EventKind, Payload, Plan, Step, Transfer, check_exchange
+from .plan import Block, Direction, Payload, Plan, Step, Transfer, check_exchange
+from .simulate import simulate_with
 from .tile import TileShape
 
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -45,14 +46,15 @@ def make_plan(tile: TileShape, direction: Direction, exchange: str = "direct", c
     Raises ValueError for an unknown exchange.
     """
     check_exchange(exchange)
-    work = make_work(tile, direction, exchange, costs or nominal_costs(direction))
+    costs = costs or nominal_costs(direction)
+    work = make_work(tile, direction, exchange, costs)
     schedule = greedy(work)
     template = _steps(work, schedule)
     plan = Plan(tile, direction, exchange, template, links=work.links, depth=max(tile.size, 1))
-    limit = _SAME * predict(plan, work)
+    limit = _SAME * simulate_with(plan, costs).seconds
     for depth in _DEPTHS:
         lean = Plan(tile, direction, exchange, template, links=work.links, depth=depth)
-        if depth < plan.depth and predict(lean, work) <= limit:
+        if depth < plan.depth and simulate_with(lean, costs).seconds <= limit:
             return lean
     return plan
 
@@ -148,26 +150,3 @@ def _latest_starts(work: Work, schedule: Schedule) -> list[float]:
             latest[number] = max(start, end - round_.seconds)
         next_start[link] = latest[number]
     return latest
-
-
-def predict(plan: Plan, work: Work) -> float:
-    """Seconds until a rank has run its program, where every transfer takes the time that `work` says."""
-    seconds = {frozenset(r.transfers): r.seconds for chain in work.chains for r in chain}
-    now = 0.0
-    free: dict[object, float] = {}
-    ends: dict[frozenset, float] = {}
-    for event in plan.template_program:
-        if event.kind is EventKind.COMPUTE:
-            now += work.block
-            continue
-        key = frozenset(event.transfers)
-        if event.kind is EventKind.FINISH:
-            now = max(now, ends[key])
-            continue
-        link = 0 if plan.links == 1 else _channel(event)
-        ends[key] = free[link] = max(now, free.get(link, 0.0)) + seconds[key]
-    return max(now, *free.values(), 0.0)
-
-
-def _channel(event: Event) -> object:
-    return event.transfers[0].payload.channel

@@ -1,10 +1,203 @@
-"""The choice of a tile: the fewest bytes for the model's head ratio."""
+"""The choice of tile, placement and exchange: least predicted time on a cluster, or fewest bytes without one."""
 
 from __future__ import annotations
 
-from .cost import AttentionShape, mesh_bytes, total_bytes
-from .plan import Direction
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .cost import AttentionShape, Costs, mesh_bytes, nominal_costs
+from .layout import BlockKind
+from .network import Network
+from .plan import EXCHANGES, Channel, Direction, Payload, Plan, live_bytes
+from .schedule import make_plan, make_work
+from .simulate import simulate
 from .tile import TileShape, all_tiles
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+TIE = 0.01  # candidates this close to the fastest count as equally fast
+_SAFE = 0.85  # a candidate is not simulated if this part of its lower bound is above the best time found
+
+
+class MemoryLimitError(ValueError):
+    """No candidate fits the memory limit. `smallest`: the least that any needs, bytes."""
+
+    def __init__(self, message: str, smallest: int) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to do one direction of an attention.
+
+    bytes: sent per rank. seconds, wait: simulated over all ranks, wait that of the slowest; bound: no schedule of this
+    tile is shorter; all three None where no cluster is known. peak_bytes: largest number of bytes that a rank holds
+    for the plan (see plan.live_bytes). plan: what runs.
+    """
+
+    direction: Direction
+    tile: TileShape
+    exchange: str
+    bytes: int
+    seconds: float | None
+    wait: float | None
+    bound: float | None
+    peak_bytes: int
+    plan: Plan
+    costs: Costs
+
+    def __str__(self) -> str:
+        return f"{self.tile} {self.exchange}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `decide` chose for the two directions, and why, in one line."""
+
+    forward: Candidate
+    backward: Candidate
+    why: str
+
+
+def costs_for(
+    cluster: Cluster,
+    shape: AttentionShape,
+    tile: TileShape,
+    direction: Direction,
+    *,
+    exchange: str = "direct",
+    tp: int = 1,
+    causal: bool = True,
+) -> Costs:
+    """Seconds of one transfer of each kind and of one block, as the scheduler plans with them.
+
+    A transfer takes the mean over the rounds of its group (`direct`: some peers share the node, some do not), or what
+    its slowest hop takes (`shift`: each round waits for it). The channels share a link where both are bound by the
+    same ports. What really happens at the ports is for the simulator to say.
+    """
+    network = Network(cluster, tp)
+    each: dict[Channel, Callable[[int], float]] = {}
+    bound_by = set()
+    for channel, group in ((Channel.ROW, tile.row_group), (Channel.COLUMN, tile.column_group)):
+        inside, outside, nic = _rounds(network, tile.size, group, exchange)
+        seconds_intra, seconds_inter = (inside / cluster.intra.bandwidth, outside / nic)
+        latency = inside * cluster.intra.latency + outside * cluster.inter.latency
+        if inside + outside:
+            bound_by.add("nic" if seconds_inter > seconds_intra else "gpu")
+        each[channel] = lambda size, s=seconds_intra + seconds_inter, latency=latency: size * s + latency
+    both = tile.a > 1 and tile.b > 1
+    payloads = direction.row_input, Payload.KV, direction.row_result, direction.column_result
+    durations = [0.0 if p is None else each[p.channel](shape.message_bytes(p)) for p in payloads]
+    kind = BlockKind.KV_FIRST_HALF if causal else BlockKind.FULL
+    return Costs(
+        *durations, cluster.block_seconds(shape, kind, direction), links=1 if both and len(bound_by) == 1 else 2
+    )
+
+
+def _rounds(
+    network: Network, n: int, group: Callable[[int], tuple[int, ...]], exchange: str
+) -> tuple[float, float, float]:
+    """Mean share of a group's rounds inside the node and between nodes, and bytes/s of a rank between nodes."""
+    w = network.ranks_per_node
+    crossing: dict[int, float] = {}
+    for rank in range(min(w, n)):
+        members = group(rank)
+        if len(members) == 1:
+            return 0.0, 0.0, network.inter_bandwidth(1)
+        if exchange == "shift":
+            peers = [members[(members.index(rank) + 1) % len(members)]]
+        else:
+            peers = [m for m in members if m != rank]
+        crossing[rank] = sum(peer // w != rank // w for peer in peers) / len(peers)
+    senders = sum(share > 0 for share in crossing.values())
+    outside = max(crossing.values()) if exchange == "shift" else sum(crossing.values()) / len(crossing)
+    return 1 - outside, outside, network.inter_bandwidth(max(1, senders))
+
+
+def evaluate(
+    tile: TileShape,
+    direction: Direction,
+    exchange: str,
+    shape: AttentionShape,
+    cluster: Cluster | None = None,
+    *,
+    tp: int = 1,
+    causal: bool = True,
+) -> Candidate:
+    """Plan and simulate one candidate. Raises ValueError for an unknown exchange or a tp that does not fit a node."""
+    if cluster is None:
+        costs = nominal_costs(direction, shape)
+    else:
+        costs = costs_for(cluster, shape, tile, direction, exchange=exchange, tp=tp, causal=causal)
+    plan = make_plan(tile, direction, exchange, costs)
+    timeline = None if cluster is None else simulate(plan, cluster, shape, tp=tp, causal=causal)
+    return Candidate(
+        direction=direction,
+        tile=tile,
+        exchange=exchange,
+        bytes=sum(mesh_bytes(tile, direction, shape).values()),
+        seconds=timeline and timeline.seconds,
+        wait=timeline and timeline.wait,
+        bound=None if cluster is None else make_work(tile, direction, exchange, costs).bound(),
+        peak_bytes=peak_bytes(plan, shape),
+        plan=plan,
+        costs=costs,
+    )
+
+
+def peak_bytes(plan: Plan, shape: AttentionShape) -> int:
+    """The most that a rank holds for a template plan beside the caller's own tensors, bytes; see plan.live_bytes."""
+    message = {p: shape.message_bytes(p) for p in Payload}
+    partial = {p: shape.partial_bytes(p) for p in Payload}
+    return max(live_bytes(plan, 0, message, partial), default=0)
+
+
+def tiles_for(n: int, ranks_per_node: int | None = None) -> tuple[TileShape, ...]:
+    """Every tile for n ranks; where the nodes are smaller than n, also with the column group on consecutive ranks."""
+    tiles = all_tiles(n)
+    if ranks_per_node is None or n <= ranks_per_node:
+        return tiles
+    return tiles + tuple(TileShape(t.a, t.b, transposed=True) for t in tiles if t.a > 1 and t.b > 1)
+
+
+def rank_candidates(
+    n: int,
+    shape: AttentionShape,
+    direction: Direction,
+    cluster: Cluster | None = None,
+    *,
+    tp: int = 1,
+    causal: bool = True,
+    tiles: Sequence[TileShape] | None = None,
+    exchanges: Sequence[str] = EXCHANGES,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Candidate]:
+    """Every tile with every exchange, best first: the fastest; among those within TIE of it, the fewest bytes.
+
+    progress: told how many are done, and of how many.
+    """
+    if tiles is None:
+        tiles = tiles_for(n, Network(cluster, tp).ranks_per_node if cluster else None)
+    todo = [(tile, exchange) for tile in tiles for exchange in (exchanges if cluster else exchanges[:1])]
+    found = []
+    for done, (tile, exchange) in enumerate(todo, start=1):
+        found.append(evaluate(tile, direction, exchange, shape, cluster, tp=tp, causal=causal))
+        if progress is not None:
+            progress(done, len(todo))
+    return sorted(found, key=_order(found))
+
+
+def _order(found: Sequence[Candidate]) -> Callable[[Candidate], tuple]:
+    best = min((c.seconds or 0.0 for c in found), default=0.0) * (1 + TIE)
+
+    def key(c: Candidate) -> tuple:
+        seconds = c.seconds or 0.0
+        return max(seconds, best), c.bytes, c.peak_bytes, seconds, c.tile.transposed, c.tile.a, c.exchange
+
+    return key
 
 
 def best_tile(n: int, shape: AttentionShape, direction: Direction | None = None) -> TileShape:
@@ -12,31 +205,178 @@ def best_tile(n: int, shape: AttentionShape, direction: Direction | None = None)
 
     direction: count only the forward or the backward; None counts both, for one tile that serves both.
     """
+    directions = tuple(Direction) if direction is None else (direction,)
 
     def cost(tile: TileShape) -> tuple[int, int]:
-        if direction is None:
-            return total_bytes(tile, shape), tile.a
-        return sum(mesh_bytes(tile, direction, shape).values()), tile.a
+        return sum(sum(mesh_bytes(tile, d, shape).values()) for d in directions), tile.a
 
     return min(all_tiles(n), key=cost)
 
 
-def choose_tiles(n: int, shape: AttentionShape, tile: str, backward: str = "same") -> tuple[TileShape, TileShape]:
-    """Forward and backward tile from what the user typed: 'auto' or AxB, and 'same', 'auto' or AxB.
+def decide(
+    n: int,
+    shape: AttentionShape,
+    cluster: Cluster | None = None,
+    *,
+    tile: str = "auto",
+    backward: str = "same",
+    exchange: str = "auto",
+    tp: int = 1,
+    causal: bool = True,
+    memory_limit: int | None = None,
+) -> Decision:
+    """Forward and backward tile, placement and exchange from what the user typed.
 
-    An automatic forward tile whose backward is 'same' serves both directions. Raises ValueError, with tiles that fit,
-    where a*b is not n.
+    Args:
+        tile: 'auto' or AxB; backward: 'same', 'auto' or AxB. An automatic forward tile whose backward is 'same' is the
+            best for both directions together.
+        exchange: 'auto', 'direct' or 'shift'; 'auto' is 'direct' where no cluster is known.
+        memory_limit: bytes that a plan may hold on a rank (see Candidate.peak_bytes).
+
+    Raises ValueError where a tile does not fit n, and MemoryLimitError where nothing fits the limit.
     """
-    flag, flag_backward = "--mesh-tile-shape", "--mesh-tile-shape-backward"
-    if tile == "auto":
-        forward = best_tile(n, shape, None if backward == "same" else Direction.FORWARD)
-    else:
-        forward = TileShape.parse(tile, flag)
-        forward.check_size(n, flag)
+    search = _Search(n, shape, cluster, exchange, tp, causal, memory_limit)
+    given = None if tile == "auto" else _given(n, tile, "--mesh-tile-shape")
     if backward == "same":
-        return forward, forward
-    if backward == "auto":
-        return forward, best_tile(n, shape, Direction.BACKWARD)
-    chosen = TileShape.parse(backward, flag_backward)
-    chosen.check_size(n, flag_backward)
-    return forward, chosen
+        forward_found, backward_found = search.both(search.tiles if given is None else (given,))
+    else:
+        other = None if backward == "auto" else (_given(n, backward, "--mesh-tile-shape-backward"),)
+        forward_found = search.best(Direction.FORWARD, search.tiles if given is None else (given,))
+        backward_found = search.best(Direction.BACKWARD, other or search.tiles)
+    return Decision(forward_found, backward_found, search.why(forward_found, backward_found, tile, backward))
+
+
+def _given(n: int, text: str, flag: str) -> TileShape:
+    tile = TileShape.parse(text, flag)
+    tile.check_size(n, flag)
+    return tile
+
+
+class _Search:
+    """Candidates of `decide`; those that cannot win are not simulated."""
+
+    def __init__(
+        self,
+        n: int,
+        shape: AttentionShape,
+        cluster: Cluster | None,
+        exchange: str,
+        tp: int,
+        causal: bool,
+        memory_limit: int | None,
+    ) -> None:
+        self.n, self.shape, self.cluster, self.tp, self.causal = n, shape, cluster, tp, causal
+        self.limit = memory_limit
+        self.exchanges = (exchange,) if exchange != "auto" else EXCHANGES if cluster else EXCHANGES[:1]
+        self.tiles = tiles_for(n, Network(cluster, tp).ranks_per_node if cluster else None)
+        self._known: dict[tuple[TileShape, str, Direction], Candidate] = {}
+
+    def best(self, direction: Direction, tiles: Sequence[TileShape]) -> Candidate:
+        """The best candidate of one direction."""
+        return self._pick([(t, direction) for t in tiles], lambda tile: (direction,))[direction]
+
+    def both(self, tiles: Sequence[TileShape]) -> tuple[Candidate, Candidate]:
+        """The best tile for both directions together; each direction has its own exchange."""
+        found = self._pick([(t, None) for t in tiles], lambda tile: tuple(Direction))
+        return found[Direction.FORWARD], found[Direction.BACKWARD]
+
+    def _pick(
+        self, todo: Sequence[tuple[TileShape, object]], directions: Callable[[TileShape], tuple[Direction, ...]]
+    ) -> dict[Direction, Candidate]:
+        tiles = [tile for tile, _ in todo]
+        ways = directions(tiles[0])
+        floor = {tile: sum(self._floor(tile, d) for d in ways) for tile in tiles}
+        options: list[dict[Direction, Candidate]] = []
+        too_big: list[int] = []
+        fastest = float("inf")
+        for tile in sorted(tiles, key=lambda t: (floor[t], t.transposed, t.a)):
+            if self.cluster is not None and _SAFE * floor[tile] > fastest:
+                break
+            option = {}
+            for d in ways:
+                fits = [c for c in (self._evaluate(tile, e, d) for e in self.exchanges) if self._fits(c, too_big)]
+                if fits:
+                    option[d] = min(fits, key=_order(fits))
+            if len(option) == len(ways):
+                options.append(option)
+                fastest = min(fastest, sum(c.seconds or 0.0 for c in option.values()))
+        if not options:
+            self._nothing_fits(tiles, ways, floor, too_big)
+        best = min(sum(c.seconds or 0.0 for c in option.values()) for option in options) * (1 + TIE)
+
+        def key(option: dict[Direction, Candidate]) -> tuple:
+            seconds = sum(c.seconds or 0.0 for c in option.values())
+            peak = max(c.peak_bytes for c in option.values())
+            tile = next(iter(option.values())).tile
+            sent = sum(c.bytes for c in option.values())
+            return max(seconds, best), sent, peak, seconds, tile.transposed, tile.a
+
+        return min(options, key=key)
+
+    def _evaluate(self, tile: TileShape, exchange: str, direction: Direction) -> Candidate:
+        key = (tile, exchange, direction)
+        if key not in self._known:
+            self._known[key] = evaluate(
+                tile, direction, exchange, self.shape, self.cluster, tp=self.tp, causal=self.causal
+            )
+        return self._known[key]
+
+    def _floor(self, tile: TileShape, direction: Direction) -> float:
+        """Without planning: no schedule of the tile is much shorter, with any of the exchanges."""
+        if self.cluster is None:
+            return float(sum(mesh_bytes(tile, direction, self.shape).values()))
+        bounds = []
+        for exchange in self.exchanges:
+            costs = costs_for(
+                self.cluster, self.shape, tile, direction, exchange=exchange, tp=self.tp, causal=self.causal
+            )
+            bounds.append(make_work(tile, direction, exchange, costs).bound())
+        return min(bounds)
+
+    def _fits(self, candidate: Candidate, too_big: list[int]) -> bool:
+        if self.limit is None or candidate.peak_bytes <= self.limit:
+            return True
+        too_big.append(candidate.peak_bytes)
+        return False
+
+    def _nothing_fits(
+        self, tiles: Sequence[TileShape], ways: Sequence[Direction], floor: object, too_big: list[int]
+    ) -> None:
+        """Raise MemoryLimitError with the smallest need: that of the direction which needs more, of the best tile."""
+        needs = {
+            tile: max(min(self._evaluate(tile, e, d).peak_bytes for e in self.exchanges) for d in ways)
+            for tile in tiles
+        }
+        tile = min(needs, key=lambda t: needs[t])
+        raise MemoryLimitError(
+            f"memory limit {self.limit} bytes: no tile of {len(needs)} fits; the smallest need is {needs[tile]} bytes "
+            f"a rank, of tile {tile}",
+            needs[tile],
+        )
+
+    def why(self, forward: Candidate, backward: Candidate, tile: str, asked_backward: str) -> str:
+        """One line: what was compared, and what the ring would take."""
+        ring = TileShape(1, self.n)
+        if tile != "auto" and asked_backward != "auto":
+            reason = "as given"
+        elif self.cluster is None:
+            reason = "fewest bytes; no cluster is known"
+        else:
+            compared = len({(t, e) for t, e, _ in self._known})
+            reason = f"least predicted time on {self.cluster.name}, {compared} tiles and exchanges simulated"
+        if self.limit is not None:
+            reason += f", within {self.limit} bytes"
+        if self.cluster is None:
+            return reason
+        seconds = forward.seconds + backward.seconds
+        ring_seconds = sum(self._evaluate(ring, "shift", d).seconds for d in Direction)
+        return (
+            f"{reason}: {1e3 * seconds:.3g} ms forward + backward, {1e3 * (forward.wait + backward.wait):.3g} of them "
+            f"waiting; a ring {1e3 * ring_seconds:.3g} ms"
+        )
+
+
+def choose_tiles(n: int, shape: AttentionShape, tile: str, backward: str = "same") -> tuple[TileShape, TileShape]:
+    """Forward and backward tile from what the user typed, where no cluster is known; see `decide`."""
+    decision = decide(n, shape, tile=tile, backward=backward)
+    return decision.forward.tile, decision.backward.tile
