@@ -220,7 +220,7 @@ def startrail(job: Job, team: int | None = None) -> Peer:
     """StarTrail (arXiv 2407.00611, NeurIPS 2025): teams of C ranks, rings of n/C^2 between them.
 
     A team gathers its Q, K and V; each of its ranks then sees the K, V of n/C^2 teams, C chunks a message, and O is
-    reduced in the team. The paper's volumes (taken from a summary of it, not from its text) for sequence length N, hidden
+    reduced in the team. The paper's volumes (from a summary of it, not from its text) for sequence length N, hidden
     size H, batch B, P = n ranks are 2 B N H (P - C^2) / (C P) around the rings and 4 B N H (C-1) / P for the
     collectives. With KV heads counted, and row statistics that go along with O and with Q:
 
