@@ -76,11 +76,13 @@ class Work:
 @dataclass(frozen=True)
 class Policy:
     """How to choose: `rows_first` weighs row inputs against column inputs (0: columns first, inf: rows first);
-    `eager`: a result goes before an input; `order`: which blocks first."""
+    `eager`: a result goes before an input; `order`: which blocks first; `hold`: the own block, which gates no result
+    and needs no input, is kept for the end, where it covers the last results."""
 
     rows_first: float
     eager: bool
     order: str
+    hold: bool = False
 
 
 POLICIES = tuple(
@@ -102,6 +104,9 @@ def greedy(work: Work) -> Schedule:
     """The best schedule found; see Note [Greedy schedule]."""
     policies = POLICIES if work.chains[3] else tuple(p for p in POLICIES if p.order in ("rows", "columns"))
     bound = work.bound()
+    small = work.a * work.b <= LOOK_AHEAD_BLOCKS
+    if small:
+        policies += tuple(replace(policy, hold=True) for policy in policies)
     found: list[tuple[Schedule, Policy]] = []
     for policy in policies:
         found.append((_State(work, policy).run(), policy))
@@ -112,7 +117,6 @@ def greedy(work: Work) -> Schedule:
     found.sort(key=_seconds)
     best = found[0][0]
     blocks = work.a * work.b
-    small = blocks <= LOOK_AHEAD_BLOCKS
     for _, policy in found[: 3 if small else 2 if blocks <= 16 * LOOK_AHEAD_BLOCKS else 0]:
         if best.seconds <= bound * (1 + (_EPSILON if small else GOOD_ENOUGH)):
             break
@@ -232,7 +236,7 @@ class _State:
                     if ready:
                         self.take(machine, self._choose_chain(machine, ready))
             if self.running[self.compute] is None and not self.waits[self.compute] and self.available:
-                self.take(self.compute, self.available[0][1])
+                self.take(self.compute, self.choose(self.compute))
             if self.done():
                 return self.schedule()
             self.advance()
@@ -265,7 +269,9 @@ class _State:
     def choose(self, machine: int) -> int:
         """What the policy takes."""
         if machine == self.compute:
-            return self.available[0][1]
+            block = self.available[0][1]
+            early = block == 0 and len(self.blocks) < self.work.a * self.work.b - 1
+            return _WAIT if self.policy.hold and early and any(self.running) else block
         return self._choose_chain(machine, self._ready(machine))
 
     def _choose_chain(self, machine: int, ready: list[int]) -> int:
