@@ -287,21 +287,22 @@ class _Search:
         ways = directions(tiles[0])
         floor = {tile: sum(self._floor(tile, d) for d in ways) for tile in tiles}
         options: list[dict[Direction, Candidate]] = []
-        too_big: list[int] = []
         fastest = float("inf")
-        for tile in sorted(tiles, key=lambda t: (floor[t], t.transposed, t.a)):
-            if self.cluster is not None and _SAFE * floor[tile] > fastest:
+        lowest = min(floor.values()) * (1 + TIE)
+        for tile in sorted(tiles, key=lambda t: (max(floor[t], lowest), self._bytes(t, ways), t.transposed, t.a)):
+            # Equally fast ones come with the fewest bytes first: nothing after one at the lowest bound can win.
+            if self.cluster is not None and (_SAFE * floor[tile] > fastest or fastest <= lowest):
                 break
             option = {}
             for d in ways:
-                fits = [c for c in (self._evaluate(tile, e, d) for e in self.exchanges) if self._fits(c, too_big)]
+                fits = [c for c in (self._evaluate(tile, e, d) for e in self.exchanges) if self._fits(c)]
                 if fits:
                     option[d] = min(fits, key=_order(fits))
             if len(option) == len(ways):
                 options.append(option)
                 fastest = min(fastest, sum(c.seconds or 0.0 for c in option.values()))
         if not options:
-            self._nothing_fits(tiles, ways, floor, too_big)
+            self._nothing_fits(tiles, ways)
         best = min(sum(c.seconds or 0.0 for c in option.values()) for option in options) * (1 + TIE)
 
         def key(option: dict[Direction, Candidate]) -> tuple:
@@ -321,10 +322,13 @@ class _Search:
             )
         return self._known[key]
 
+    def _bytes(self, tile: TileShape, directions: Sequence[Direction]) -> int:
+        return sum(sum(mesh_bytes(tile, d, self.shape).values()) for d in directions)
+
     def _floor(self, tile: TileShape, direction: Direction) -> float:
         """Without planning: no schedule of the tile is much shorter, with any of the exchanges."""
         if self.cluster is None:
-            return float(sum(mesh_bytes(tile, direction, self.shape).values()))
+            return float(self._bytes(tile, (direction,)))
         bounds = []
         for exchange in self.exchanges:
             costs = costs_for(
@@ -333,15 +337,10 @@ class _Search:
             bounds.append(make_work(tile, direction, exchange, costs).bound())
         return min(bounds)
 
-    def _fits(self, candidate: Candidate, too_big: list[int]) -> bool:
-        if self.limit is None or candidate.peak_bytes <= self.limit:
-            return True
-        too_big.append(candidate.peak_bytes)
-        return False
+    def _fits(self, candidate: Candidate) -> bool:
+        return self.limit is None or candidate.peak_bytes <= self.limit
 
-    def _nothing_fits(
-        self, tiles: Sequence[TileShape], ways: Sequence[Direction], floor: object, too_big: list[int]
-    ) -> None:
+    def _nothing_fits(self, tiles: Sequence[TileShape], ways: Sequence[Direction]) -> None:
         """Raise MemoryLimitError with the smallest need: that of the direction which needs more, of the best tile."""
         needs = {
             tile: max(min(self._evaluate(tile, e, d).peak_bytes for e in self.exchanges) for d in ways)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 
+from ..cluster import load_cluster
 from ..cost import AttentionShape, check_heads
 from ..kernels import KERNELS, select_kernel
 from ..layout import check_seq_len
+from ..network import check_tp
 from ..plan import EXCHANGES
 from ..tile import TileShape
-from ..tune import choose_tiles
+from ..tune import MemoryLimitError, decide
+from ..units import parse_size
 from .config import MeshConfig
 from .versions import check_megatron
 
@@ -19,7 +22,9 @@ ALIASES = {"mesh_cp_algo": "mesh", "megatron_cp_algo": "megatron"}
 _DEFAULTS = {
     "mesh_tile_shape": "auto",
     "mesh_tile_shape_backward": "same",
-    "mesh_exchange": "direct",
+    "mesh_exchange": "auto",
+    "mesh_cluster": "auto",
+    "mesh_memory_limit": None,
     "mesh_kernel": "auto",
     "mesh_log_comm": False,
 }
@@ -50,22 +55,39 @@ def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--mesh-tile-shape",
         type=_tile("auto"),
         default="auto",
-        metavar="{auto,AxB}",
-        help="A Q chunks x B KV chunks per rank, A*B = context-parallel size. auto: the fewest bytes.",
+        metavar="{auto,AxB,AxBt}",
+        help="A Q chunks x B KV chunks per rank, A*B = context-parallel size; AxBt puts the column group, not the row "
+        "group, on consecutive ranks. auto: the least predicted time on --mesh-cluster, without one the fewest bytes.",
     )
     group.add_argument(
         "--mesh-tile-shape-backward",
         type=_tile("same", "auto"),
         default="same",
-        metavar="{same,auto,AxB}",
+        metavar="{same,auto,AxB,AxBt}",
         help="The tile of the backward.",
     )
     group.add_argument(
         "--mesh-exchange",
-        type=_one_of("exchange", EXCHANGES),
-        default="direct",
-        metavar="{" + ",".join(EXCHANGES) + "}",
-        help="direct: owner to user. shift: neighbour ring. Both move the same bytes.",
+        type=_one_of("exchange", ("auto", *EXCHANGES)),
+        default="auto",
+        metavar="{auto," + ",".join(EXCHANGES) + "}",
+        help="direct: owner to user. shift: neighbour ring. Both move the same bytes. auto: the faster one on "
+        "--mesh-cluster, without one direct.",
+    )
+    group.add_argument(
+        "--mesh-cluster",
+        default="auto",
+        metavar="{auto,NAME,FILE}",
+        help="What the machine can do: a cluster of configs/clusters by name, or a YAML file such as `mesh-cp "
+        "calibrate` writes. auto: nothing is known of it.",
+    )
+    group.add_argument(
+        "--mesh-memory-limit",
+        type=_size,
+        default=None,
+        metavar="SIZE",
+        help="What attention may hold on a rank besides its own tensors, for instance 8GB or 512MiB; an automatic tile "
+        "respects it, and a given one that needs more is refused.",
     )
     group.add_argument(
         "--mesh-kernel",
@@ -94,6 +116,13 @@ def _one_of(what: str, choices: tuple[str, ...], aliases: dict[str, str] | None 
         return value
 
     return convert
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _tile(*words: str):
@@ -134,15 +163,31 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
     if n > 1:
         check_seq_len(args.seq_length, n, flag="--seq-length")
     shape = _attention_shape(args)
-    tile, backward = choose_tiles(n, shape, args.mesh_tile_shape, args.mesh_tile_shape_backward)
+    cluster = None if args.mesh_cluster == "auto" else load_cluster(args.mesh_cluster, "--mesh-cluster")
+    if cluster is not None:
+        check_tp(args.tensor_model_parallel_size, cluster.gpus_per_node, "--tensor-model-parallel-size")
+    try:
+        decision = decide(
+            n,
+            shape,
+            cluster,
+            tile=args.mesh_tile_shape,
+            backward=args.mesh_tile_shape_backward,
+            exchange=args.mesh_exchange,
+            tp=args.tensor_model_parallel_size,
+            memory_limit=args.mesh_memory_limit,
+        )
+    except MemoryLimitError as error:
+        raise ValueError(f"--mesh-memory-limit {args.mesh_memory_limit}: {error}") from None
+    tile = decision.forward.tile
     given = args.hierarchical_context_parallel_sizes
-    if given and list(given) != [tile.a, tile.b]:
+    if given and list(given) != list(tile.levels):
         raise ValueError(
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))} with --mesh-tile-shape {tile}: mesh "
             f"sets the sizes to the tile; leave the flag out"
         )
     _check_kernel(args, shape)
-    return MeshConfig(tile, backward, args.mesh_exchange, args.mesh_kernel, shape, args.mesh_log_comm)
+    return MeshConfig.of(decision, kernel=args.mesh_kernel, shape=shape, log_comm=args.mesh_log_comm)
 
 
 def _flag(name: str) -> str:

@@ -103,6 +103,7 @@ class MeshDotProductAttention(MegatronModule):
             softmax_scale=self.softmax_scale,
             kernel=self.kernel,
             exchange=self.mesh.exchange,
+            exchange_backward=self.mesh.exchange_backward,
         )
         return out.flatten(2)
 

@@ -53,7 +53,7 @@ def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | Non
 def apply(mesh: MeshConfig, args: argparse.Namespace) -> None:
     """Write the settings into parsed Megatron arguments, as Megatron reads them."""
     if mesh.size > 1:
-        args.hierarchical_context_parallel_sizes = [mesh.tile.a, mesh.tile.b]
+        args.hierarchical_context_parallel_sizes = list(mesh.tile.levels)
     args.cp_comm_type = ["mesh"]
 
 

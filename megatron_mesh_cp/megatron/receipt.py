@@ -6,23 +6,30 @@ import torch
 import torch.distributed as dist
 
 from ..groups import MeshGroups
+from ..plan import Direction
+from ..units import human
 from .config import MeshConfig
 
 _printed: set[MeshConfig] = set()
 
 
 def receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtype) -> str:
-    """Tile, groups, exchange, kernel, dtype, and the predicted bytes of a layer against ring."""
+    """Tile, groups, exchange, kernel, dtype, why this tile, and the predicted bytes of a layer against ring."""
     tile = mesh.tile
     backward = "the same" if mesh.tile_backward == tile else str(mesh.tile_backward)
+    exchange, other = (mesh.exchange_of(direction) for direction in Direction)
+    if other != exchange:
+        exchange = f"{exchange}, backward {other}"
     ranks = dist.get_process_group_ranks(groups.cp_group)
     row = " ".join(str(ranks[m]) for m in tile.row_group(0))
     column = " ".join(str(ranks[m]) for m in tile.column_group(0))
     parts = [
         f"[mesh-cp] Mesh-Attention is on: CP {mesh.size}, tile {tile} (Q chunks x KV chunks), backward {backward}",
         f"row group of rank {ranks[0]}: {row}, column group: {column}",
-        f"exchange {mesh.exchange}, kernel {kernel}, {str(dtype).removeprefix('torch.')}",
+        f"exchange {exchange}, kernel {kernel}, {str(dtype).removeprefix('torch.')}",
     ]
+    if mesh.why:
+        parts.append(f"chosen: {mesh.why}")
     if mesh.shape is not None:
         size = mesh.bytes_per_call()
         mesh_total = size["forward"] + size["backward"]
@@ -30,7 +37,7 @@ def receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtyp
         saved = f" ({100 * (1 - mesh_total / ring_total):.1f} % less)" if ring_total else ""
         parts.append(
             f"per rank, layer and microbatch: forward {human(size['forward'])} + backward {human(size['backward'])}, "
-            f"a ring {human(ring_total)}{saved}"
+            f"a ring {human(ring_total)}{saved}; held at most {human(mesh.peak_bytes())} besides its own tensors"
         )
     return "; ".join(parts)
 
@@ -40,12 +47,3 @@ def print_receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torc
     if mesh not in _printed and dist.get_rank() == 0:
         print(receipt(mesh, groups, kernel, dtype), flush=True)
     _printed.add(mesh)
-
-
-def human(size: float) -> str:
-    """Bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return ""

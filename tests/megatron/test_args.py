@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
+from megatron_mesh_cp import cluster as cluster_module
+from megatron_mesh_cp.cluster import load_cluster
 from megatron_mesh_cp.megatron.args import add_args, resolve_args
 from megatron_mesh_cp.megatron.versions import check_megatron
+from megatron_mesh_cp.plan import Direction
 from megatron_mesh_cp.tile import TileShape
+from megatron_mesh_cp.tune import rank_candidates
 
 BASE = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
@@ -61,6 +66,36 @@ def test_flags_reach_the_settings(resolve):
     assert resolve("--mesh-tile-shape-backward auto").tile_backward.size == 4
 
 
+def test_a_cluster_decides_tile_exchange_and_order_by_time(resolve):
+    flags = "--context-parallel-size 16 --seq-length 65536 --bf16 --num-attention-heads 32 --hidden-size 4096"
+    mesh = resolve(f"{flags} --mesh-cluster h800-hdr-1nic --mesh-tile-shape-backward auto")
+    cluster = load_cluster("h800-hdr-1nic")
+    for direction, tile in ((Direction.FORWARD, mesh.tile), (Direction.BACKWARD, mesh.tile_backward)):
+        ranked = rank_candidates(16, mesh.shape, direction, cluster)
+        assert (ranked[0].tile, ranked[0].exchange) == (tile, mesh.exchange_of(direction))
+        assert dict(mesh.costs)[direction] == ranked[0].costs
+    assert "least predicted time on h800-hdr-1nic" in mesh.why
+    assert "fewest bytes; no cluster is known" in resolve(flags).why
+
+
+def test_a_cluster_file_is_read_and_the_exchange_can_be_forced(resolve, tmp_path):
+    file = tmp_path / "mine.yaml"
+    known = Path(cluster_module.__file__).resolve().parents[1] / "configs" / "clusters" / "h100-ndr.yaml"
+    file.write_text(known.read_text().replace("h100-ndr", "mine"))
+    mesh = resolve(f"--mesh-cluster {file} --mesh-exchange shift --mesh-tile-shape 2x2t")
+    assert (mesh.exchange_of(Direction.FORWARD), mesh.exchange_of(Direction.BACKWARD)) == ("shift", "shift")
+    assert mesh.tile == TileShape(2, 2, transposed=True)
+    assert mesh.tile.levels == (2, 2)
+
+
+def test_an_automatic_tile_respects_the_memory_limit(resolve):
+    wide = resolve("--context-parallel-size 16 --seq-length 1024")
+    need = wide.peak_bytes()
+    tight = resolve(f"--context-parallel-size 16 --seq-length 1024 --mesh-memory-limit {need - 1}B")
+    assert tight.tile != wide.tile
+    assert tight.peak_bytes() < need
+
+
 def test_the_alias_of_the_algorithm_is_accepted(parser):
     args = parser.parse_args(shlex.split(BASE.replace("algo mesh", "algo mesh_cp_algo")))
     assert resolve_args(args).tile == TileShape(2, 2)
@@ -82,8 +117,10 @@ BAD_VALUES = {
     "--mesh-tile-shape 0x4": "'0x4' is no tile",
     "--mesh-tile-shape same": "'same' is no tile",
     "--mesh-tile-shape-backward two": "give same or auto, or AxB",
-    "--mesh-exchange ring": "unknown exchange 'ring': choose from direct, shift",
+    "--mesh-exchange ring": "unknown exchange 'ring': choose from auto, direct, shift",
     "--mesh-kernel sdpaa": "did you mean sdpa?",
+    "--mesh-memory-limit 8": "'8' must be a positive size with its unit, such as 20GB",
+    "--mesh-memory-limit 0GB": "must be a positive size",
 }
 
 
@@ -96,6 +133,13 @@ def test_rejects_a_bad_value_at_parse_time_with_the_choices(parser, capsys, flag
 
 
 REFUSED = {
+    "cluster": ("--mesh-cluster h100-ndx", "--mesh-cluster h100-ndx: unknown cluster; did you mean h100-ndr"),
+    "cluster file": ("--mesh-cluster no/such.yaml", "--mesh-cluster no/such.yaml: cannot read the file"),
+    "tp on a cluster": (
+        "--mesh-cluster h100-ndr --tensor-model-parallel-size 16 --num-attention-heads 16 --hidden-size 128",
+        "--tensor-model-parallel-size 16 with 8 GPUs a node",
+    ),
+    "memory limit": ("--mesh-memory-limit 1KB", "--mesh-memory-limit 1000: .*the smallest need is [0-9]+ bytes"),
     "tile of another size": ("--mesh-tile-shape 8x2", r"context_parallel_size 4 with --mesh-tile-shape 8x2 = 16.*try"),
     "backward tile": ("--mesh-tile-shape-backward 3x1", "--mesh-tile-shape-backward 3x1 = 3"),
     "sequence length": ("--seq-length 100", "--seq-length 100 with context_parallel_size 4.*= 8; try 96 or 104"),
