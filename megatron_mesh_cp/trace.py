@@ -30,14 +30,16 @@ def lanes(spans: Sequence[Span]) -> dict[str, list[Span]]:
     """Spans by lane, in the order to show them, so that the spans of a lane follow one another.
 
     The channels have lanes for what is received and what is sent, "row in", "row out"; where several run at once there
-    are more of them, "row in 2".
+    are more of them, "row in 2". A span that is both, such as a batch that was measured as a whole, is in lane "row".
     """
     found: dict[tuple[int, str, int], list[Span]] = {}
-    touch = 1e-9 * max((span.end for span in spans), default=0.0)  # one starts where the other ends, but for rounding
+    # One starts where the other ends, but for rounding.
+    touch = 1e-9 * max((span.end for span in spans), default=0.0)
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         name = span.lane
         if name in ("row", "column"):
-            name += " out" if "->" in span.label else " in"
+            ways = [way for arrow, way in (("<-", " in"), ("->", " out")) if arrow in span.label]
+            name += ways[0] if len(ways) == 1 else ""
         order, number = LANES.index(span.lane), 1
         while (order, name, number) in found and found[order, name, number][-1].end > span.start + touch:
             number += 1

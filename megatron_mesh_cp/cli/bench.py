@@ -9,7 +9,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from megatron_mesh_cp.cli.options import check_output
+from megatron_mesh_cp.cli.report import console
+from megatron_mesh_cp.cluster import Cluster, load_cluster
 from megatron_mesh_cp.tile import TileShape
+from megatron_mesh_cp.trace import chrome_trace
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,12 +48,22 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--time-limit", type=float, default=1800, metavar="SECONDS", help="end hanging ranks then (%(default)s)"
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="also simulate each tile on this cluster, such as one that `mesh-cp calibrate` wrote",
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE.json", help="write what the ranks do in the last run of each tile, for ui.perfetto.dev"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the bench; 0, or 1 where the ranks fail or hang. Raises ValueError for bad input and unbelievable results."""
     job = checked_job(args)
+    trace = check_output(args.trace, "--trace", (".json",)) if args.trace else None
+    cluster = load_cluster(args.cluster) if args.cluster else None
     from megatron_mesh_cp.cli.bench_ranks import run_job
     from megatron_mesh_cp.cli.gloo_ranks import RanksError
 
@@ -70,17 +84,20 @@ def run(args: argparse.Namespace) -> int:
     }
     ring = next((m for t, m in zip(job.tiles, result.tiles, strict=True) if t.a == 1), None)
     rows = [_row(job, t, m, result.single, ring) for t, m in zip(job.tiles, result.tiles, strict=True)]
+    for tile, row in zip(job.tiles, rows, strict=True):
+        row["predicted_seconds"] = predicted_seconds(job, tile, cluster) if cluster else None
+    if trace:
+        trace.write_text(json.dumps(chrome_trace(result.recorded), allow_nan=False), encoding="utf-8")
     settings = {
         **{"ranks": job.ranks, "seq_len": job.seq_len, "heads": job.heads, "kv_heads": job.kv_heads},
         **{"head_dim": job.head_dim, "batch": job.batch, "dtype": dtype, "causal": job.causal},
         **{"exchange": job.exchange, "kernel": job.kernel, "repeats": job.repeats, "cores": cores()},
+        "cluster": cluster.name if cluster else None,
     }
     if args.json:
         print(json.dumps({"rows": rows, "single": single, **settings}, allow_nan=False))
     else:
-        from rich.console import Console
-
-        Console().print(table(rows, single, settings))
+        console().print(table(rows, single, settings))
     return 0
 
 
@@ -132,7 +149,25 @@ def checked_job(args: argparse.Namespace) -> Job:
         kernel=args.kernel,
         repeats=args.repeats,
         limit=args.time_limit,
+        traced=args.trace is not None,
     )
+
+
+def predicted_seconds(job: Job, tile: TileShape, cluster: Cluster) -> float:
+    """Seconds of the forward and the backward of a tile as the simulator has them: the plans that the ranks run."""
+    from megatron_mesh_cp.cost import AttentionShape
+    from megatron_mesh_cp.plan import Direction
+    from megatron_mesh_cp.schedule import make_plan
+    from megatron_mesh_cp.simulate import simulate
+
+    size = job.dtype.itemsize
+    shape = AttentionShape(
+        *(job.seq_len // job.ranks, job.batch, job.heads, job.kv_heads, job.head_dim),
+        item_bytes=size,
+        stat_bytes=max(4, size),  # row statistics are fp32, beside fp64 they are fp64
+    )
+    plans = (make_plan(tile, direction, job.exchange) for direction in Direction)
+    return sum(simulate(plan, cluster, shape, causal=job.causal).seconds for plan in plans)
 
 
 def tflops(job: Job, seconds: float) -> float:
@@ -197,14 +232,16 @@ def table(rows: list[dict], single: dict, settings: dict) -> Table:
         f"{s['dtype']}, {mask}, {s['exchange']}; best of {s['repeats']}",
         title_justify="left",
         caption="fwd, bwd: sent, as a rank handed it to torch.distributed, the largest over ranks\n"
-        "CPU s: of all ranks together; ratio: to that of one process",
+        "CPU s: of all ranks together; ratio: to that of one process"
+        + (f"\nsimulated: seconds on cluster {s['cluster']}" if s.get("cluster") else ""),
         caption_justify="left",
         box=SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
     )
     out.add_column("tile")
-    for title in ("fwd MiB", "bwd MiB", "vs ring", "seconds", "waiting", "CPU s", "ratio", "error"):
+    predicted = ("simulated",) if s.get("cluster") else ()
+    for title in ("fwd MiB", "bwd MiB", "vs ring", "seconds", *predicted, "waiting", "CPU s", "ratio", "error"):
         out.add_column(title, justify="right")
     for row in rows:
         out.add_row(
@@ -213,12 +250,13 @@ def table(rows: list[dict], single: dict, settings: dict) -> Table:
             _mib(row["bytes_backward"]),
             f"{-row['reduction']:+.1%}" if row["reduction"] else "-",
             f"{row['seconds']:.3f}",
+            *(f"{row['predicted_seconds']:.3f}" for _ in predicted),
             f"{row['wait_seconds']:.3f}",
             f"{row['cpu_seconds']:.3f}",
             f"{row['cpu_ratio']:.3f}",
             f"{row['max_error']:.1e}",
         )
-    seconds = f"{single['seconds']:.3f}", "-", f"{single['cpu_seconds']:.3f}", "1"
+    seconds = f"{single['seconds']:.3f}", *("-" for _ in predicted), "-", f"{single['cpu_seconds']:.3f}", "1"
     out.add_row("single", "-", "-", "-", *seconds, f"{single['max_error']:.1e}")
     return out
 

@@ -13,14 +13,19 @@ from megatron_mesh_cp.attention import mesh_attention
 from megatron_mesh_cp.cli.gloo_ranks import run_ranks
 from megatron_mesh_cp.groups import MeshGroups
 from megatron_mesh_cp.layout import chunk_positions
+from megatron_mesh_cp.simulate import Span
 from megatron_mesh_cp.tile import TileShape
+from megatron_mesh_cp.trace import Run
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked bench: one attention (global `seq_len`), and the tiles to run it with. `limit` is in seconds."""
+    """A checked bench: one attention (global `seq_len`), and the tiles to run it with.
+
+    limit: seconds; traced: record what every rank does in the last repeat of each tile.
+    """
 
     ranks: int
     tiles: tuple[TileShape, ...]
@@ -35,6 +40,7 @@ class Job:
     kernel: str
     repeats: int
     limit: float
+    traced: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,10 +61,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 hands back: the best of the repeats of the single process, and of every tile."""
+    """What rank 0 hands back: the best of the repeats of the single process, and of every tile; and the recordings."""
 
     single: Measured
     tiles: tuple[Measured, ...]
+    recorded: tuple[Run, ...] = ()
 
 
 def run_job(job: Job) -> Result:
@@ -81,12 +88,17 @@ def _measure(rank: int, job: Job) -> Result:
         dist.barrier()  # gloo blocks without spinning: the machine is rank 0's alone
         one = _timed(lambda: _single(job, *whole), want) if rank == 0 else None
         dist.barrier()
-        many = [_all_ranks(_mesh(job, groups, own, own_want)) for groups in built]
+        recorders = [Recorder() if job.traced and number == job.repeats else None for _ in built]
+        many = []
+        for groups, recorder in zip(built, recorders, strict=True):
+            groups.counters.recorder = recorder
+            many.append(_all_ranks(_mesh(job, groups, own, own_want)))
         if number > 0:  # the first round warms up memory, connections and plans
             singles.append(one)
             for row, measured in zip(runs, many, strict=True):
                 row.append(measured)
-    return Result(_best(singles), tuple(map(_best, runs))) if rank == 0 else None
+    recorded = _gather(job.tiles, recorders) if job.traced else ()
+    return Result(_best(singles), tuple(map(_best, runs)), recorded) if rank == 0 else None
 
 
 def _mesh(job: Job, groups: MeshGroups, own: list[torch.Tensor], want: list[torch.Tensor]) -> Measured:
@@ -108,6 +120,29 @@ def _mesh(job: Job, groups: MeshGroups, own: list[torch.Tensor], want: list[torc
         bytes_forward=counters.sent_in("forward"),
         bytes_backward=counters.sent_in("backward"),
     )
+
+
+class Recorder:
+    """Keeps what one rank does; see comm.Recorder. The threads of the channels call it too: append is atomic."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def __call__(self, lane: str, label: str, start: float, end: float) -> None:
+        self.spans.append(Span(lane, start, end, label))
+
+
+def _gather(tiles: tuple[TileShape, ...], recorders: list[Recorder]) -> tuple[Run, ...]:
+    """The spans of all ranks, tile after tile: perf_counter is one clock for all processes of a machine."""
+    runs, now = [], 0.0
+    for tile, recorder in zip(tiles, recorders, strict=True):
+        said: list[list[Span]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(said, recorder.spans)
+        first = min(span.start for spans in said for span in spans)
+        moved = [[replace(s, start=s.start - first, end=s.end - first) for s in spans] for spans in said]
+        runs.append(Run(f"tile {tile}", now, dict(enumerate(moved))))
+        now += max(span.end for spans in moved for span in spans)
+    return tuple(runs)
 
 
 def _timed(attention: Callable[[], Tensors], want: list[torch.Tensor]) -> Measured:

@@ -14,10 +14,10 @@ from megatron_mesh_cp.cost import AttentionShape, check_heads
 from megatron_mesh_cp.layout import check_seq_len
 from megatron_mesh_cp.network import check_tp
 from megatron_mesh_cp.tune import MemoryLimitError
+from megatron_mesh_cp.units import parse_size
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 PICTURES = (".png", ".svg", ".pdf")
-_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,10 @@ def read_settings(args: argparse.Namespace) -> list[Setting]:
 
 def parse_bytes(text: str, flag: str) -> int:
     """Bytes of a size such as 20GB (10^9) or 20GiB (2^30). Raises ValueError naming the flag."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
-    unit = match and _BYTES.get(match[2].lower())
-    if not unit or round(float(match[1]) * unit) < 1:
-        raise ValueError(f"{flag} {text}: must be a positive size with its unit, such as 20GB, 512MB or 20GiB")
-    return round(float(match[1]) * unit)
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
 
 
 def memory_error(text: str, error: MemoryLimitError) -> ValueError:

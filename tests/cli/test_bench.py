@@ -22,8 +22,11 @@ from megatron_mesh_cp.cli import bench, bench_ranks
 from megatron_mesh_cp.cli.bench_ranks import Job, Measured, Result, run_job
 from megatron_mesh_cp.cli.gloo_ranks import RanksError
 from megatron_mesh_cp.cli.main import main
+from megatron_mesh_cp.cluster import load_cluster
 from megatron_mesh_cp.cost import AttentionShape, mesh_bytes
 from megatron_mesh_cp.plan import Direction
+from megatron_mesh_cp.schedule import make_plan
+from megatron_mesh_cp.simulate import simulate
 from megatron_mesh_cp.tile import TileShape
 
 JOB = Job(
@@ -75,6 +78,26 @@ def test_json_holds_measured_bytes_and_errors_and_stdout_nothing_else(more):
     assert (said["heads"], said["kv_heads"], said["head_dim"], said["batch"]) == (4, 2, 8, 2)
 
 
+def test_the_simulated_time_is_beside_the_measured_one(capsys, monkeypatch):
+    exact = replace(SANE, error=0.0)
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: Result(exact, (exact, exact)))
+    argv = ["bench", "--cluster", "h100-ndr", "--dtype", "float64", "--full"]
+    assert main([*argv, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["cluster"] == "h100-ndr"
+    shape = AttentionShape(1024, 1, 8, 8, 64, item_bytes=8, stat_bytes=8)
+    for row in said["rows"]:
+        plans = [make_plan(TileShape(*row["tile"]), direction) for direction in Direction]
+        want = [simulate(plan, load_cluster("h100-ndr"), shape, causal=False).seconds for plan in plans]
+        assert row["predicted_seconds"] == pytest.approx(sum(want))
+    assert main(argv) == 0
+    assert "simulated" in capsys.readouterr().out
+    assert main(["bench", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["cluster"] is None
+    assert {row["predicted_seconds"] for row in said["rows"]} == {None}
+
+
 def test_the_table_names_every_tile_and_the_single_process(capsys):
     argv = "--ranks 2 --tiles 2x1,1x2 --seq-len 64 --heads 2 --head-dim 8 --dtype bfloat16 --repeats 1"
     assert main(["bench", *argv.split()]) == 0
@@ -109,6 +132,7 @@ def test_one_rank_is_a_tile_too(capsys):
         ("--head-dim -1", ["--head-dim -1"]),
         ("--time-limit 0", ["--time-limit 0"]),
         ("--time-limit nan", ["--time-limit nan"]),
+        ("--cluster h100-ndx", ["--cluster h100-ndx", "did you mean h100-ndr"]),
         ("--colour", ["--colour"]),
     ],
 )

@@ -216,9 +216,9 @@ def test_the_matrix_is_coloured_by_the_owner(tile):
         ("--trace {tmp}/a.json --trace-ranks 0,4", ["--trace-ranks 0,4", "0 to 3"]),
         ("--cp 16 --trace {tmp}/a.json --trace-ranks 0,1,2,3,4,5,6,7,8", ["--trace-ranks", "at most the 8"]),
         ("--show", ["--show", "--json"]),
-        ("--memory-limit 20", ["--memory-limit 20", "20GB"]),
-        ("--memory-limit 0GB", ["--memory-limit 0GB"]),
-        ("--memory-limit 20XB", ["--memory-limit 20XB", "20GiB"]),
+        ("--memory-limit 20", ["--memory-limit '20'", "20GB"]),
+        ("--memory-limit 0GB", ["--memory-limit '0GB'"]),
+        ("--memory-limit 20XB", ["--memory-limit '20XB'", "20GiB"]),
         ("--colour", ["--colour"]),
     ],
 )

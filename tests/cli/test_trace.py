@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from megatron_mesh_cp.cli import bench_ranks
 from megatron_mesh_cp.cli.main import main
 from megatron_mesh_cp.cluster import load_cluster
 from megatron_mesh_cp.cost import AttentionShape
@@ -66,6 +67,40 @@ def test_the_spans_are_those_of_the_simulator_forward_then_backward(tmp_path, ca
     assert {e["args"]["run"] for e in events if e["ph"] == "X"} == {"forward 2x2", "backward 2x2"}
     blocks = [e for e in events if e["name"].startswith("block")]
     assert len(blocks) == 2 * 2 * 4  # ranks, directions, blocks of a tile
+
+
+def test_a_bench_traces_what_its_ranks_did(tmp_path, capsys):
+    path = tmp_path / "bench.json"
+    argv = "--ranks 4 --tiles 1x4,2x2,4x1 --seq-len 256 --heads 2 --head-dim 8 --repeats 2 --json"
+    assert main(["bench", *argv.split(), "--trace", str(path)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {rank: f"CP rank {rank}" for rank in range(4)}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {e["cat"].split(",")[0] for e in spans} == {"row", "column", "compute", "wait"}
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in spans)
+    runs = [[e for e in spans if e["args"]["run"] == f"tile {tile}"] for tile in ("1x4", "2x2", "4x1")]
+    assert sum(map(len, runs)) == len(spans)
+    end = 0.0
+    for run in runs:
+        assert min(e["ts"] for e in run) == pytest.approx(end)  # one tile after the other
+        end = max(e["ts"] + e["dur"] for e in run)
+        blocks = [(e["pid"], e["name"]) for e in run if e["name"].startswith("block")]
+        assert len(blocks) == 2 * 16  # one repeat, forward and backward, 4 x 4 blocks
+        assert len(set(blocks)) == 16
+    assert not any(e["cat"].startswith("row") for e in runs[0])  # a ring has no row channel
+    # The spans of all ranks are of one clock: they last no longer than the runs, of which these may be slow ones.
+    assert end < 1e6 * 50 * sum(row["seconds"] for row in said["rows"])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "no/such/a.json"])
+def test_a_bench_refuses_a_place_for_its_trace_before_a_rank_starts(name, capsys, monkeypatch):
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: pytest.fail("a rank would have started"))
+    assert main(["bench", "--trace", name]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"--trace {name}" in err
 
 
 def test_transfers_side_by_side_get_lanes_of_their_own():

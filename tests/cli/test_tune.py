@@ -98,7 +98,7 @@ def test_the_table_shows_the_best_and_the_choice(capsys):
     ("argv", "says"),
     [
         ("--memory-limit 1KB", ["--memory-limit 1KB", "no tile fits", "smallest need", "would do"]),
-        ("--memory-limit much", ["--memory-limit much", "20GB"]),
+        ("--memory-limit much", ["--memory-limit 'much'", "20GB"]),
         ("--top 0", ["--top 0", "at least 1"]),
         ("--cp 0", ["--cp 0"]),
         ("--cp 16,32", ["--cp 16,32"]),
