@@ -14,7 +14,7 @@ from megatron_mesh_cp import MeshGroups, TileShape, mesh_attention
 from megatron_mesh_cp.cost import Costs, mesh_bytes
 from megatron_mesh_cp.groups import verified_plan
 from megatron_mesh_cp.layout import chunk_positions
-from megatron_mesh_cp.plan import EXCHANGES, Direction, Payload, live_bytes
+from megatron_mesh_cp.plan import EXCHANGES, Direction, Payload, live_bytes, sent_messages
 from megatron_mesh_cp.tile import all_tiles
 
 TILES_4 = ("1x4", "2x2", "4x1")
@@ -60,32 +60,53 @@ def test_bytes_handed_to_torch_distributed_are_the_formulas(ranks, n, exchange):
                 assert received == want
 
 
-def watched(case: Case) -> list[tuple[str, int, int, int]]:
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("n", [8, 16])
+def test_bytes_handed_to_torch_distributed_are_the_plans(ranks, n, exchange):
+    """Every tile in both placements: what a rank sends is what its part of the plan lists, message by message."""
+    tiles = [*all_tiles(n), *(TileShape(t.a, t.b, transposed=True) for t in all_tiles(n))]
+    for tile in tiles:
+        case = Case(s=2 * n, tile=str(tile), exchange=exchange, heads=4, kv_heads=2)
+        shape = case.shape(n)
+        for rank, (sent, _) in enumerate(ranks(n).run(counted, case)):
+            want: dict[tuple[str, str], int] = {}
+            for d in Direction:
+                for payload, count in sent_messages(verified_plan(tile, d, exchange), rank).items():
+                    key = d.value, payload.channel.value
+                    want[key] = want.get(key, 0) + count * shape.message_bytes(payload)
+            assert sent == want, tile
+
+
+def watched(case: Case, costs: dict[Direction, Costs] | None = None) -> list[tuple[str, int, int, int]]:
     """(direction, event, bytes held, bytes planned) for each event of a forward and a backward."""
-    groups = mesh_groups(case.tile)
+    groups = MeshGroups.build(dist.group.WORLD, TileShape.parse(case.tile), costs=costs)
     shape = case.shape(groups.size)
     message = {p: shape.message_bytes(p) for p in Payload}
     partial = {p: shape.partial_bytes(p) for p in Payload}
     planned = {
-        d: live_bytes(verified_plan(groups.tile_of(d), d, case.exchange), groups.rank, message, partial)
+        d: live_bytes(
+            verified_plan(groups.tile_of(d), d, case.exchange, (costs or {}).get(d)), groups.rank, message, partial
+        )
         for d in Direction
     }
     seen = []
     groups.watcher = lambda d, number, held: seen.append((d.value, number, held, planned[d][number]))
-    try:
-        run_mesh(case, groups)
-    finally:
-        groups.watcher = None
+    run_mesh(case, groups)
     return seen
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("n", [4, 8])
-def test_live_buffers_stay_within_the_plans_bound_at_each_event(ranks, n, exchange):
+@pytest.mark.parametrize("block", [None, 0.05, 5.0], ids=["nominal", "transfers dominate", "blocks dominate"])
+def test_live_buffers_stay_within_the_plans_bound_at_each_event(ranks, n, exchange, block):
     """TE #952, PR #3411: every received KV chunk was kept alive."""
+    costs = block and {
+        Direction.FORWARD: Costs(1, 0.5, 1, 0, block, 1),
+        Direction.BACKWARD: Costs(2, 0.5, 1, 0.5, block, 2),
+    }
     for tile in all_tiles(n):
         case = Case(s=8 * n, tile=str(tile), exchange=exchange, dtype=torch.bfloat16, qkv_format="sbhd")
-        for seen in ranks(n).run(watched, case):
+        for seen in ranks(n).run(watched, case, costs):
             assert len(seen) > 2 * (tile.size - 1)
             assert all(held <= planned for _, _, held, planned in seen), seen
             peak = max(held for _, _, held, _ in seen)
