@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_mesh_cp.cli.gloo_ranks import run_ranks
+from megatron_mesh_cp.groups import MeshGroups
 from megatron_mesh_cp.kernels import Kernel, select_kernel
+from megatron_mesh_cp.plan import Channel, Direction, Payload, Transfer
+from megatron_mesh_cp.tile import TileShape
 
 MESSAGES = (4096, 16384, 65536, 262144, 1048576, 4194304)  # bytes
 _BYTES_A_ROUND = 16 * 2**20  # that a rank sends in one measurement, in 20 messages at most
@@ -99,13 +102,14 @@ def _together(work: Callable[[], None], count: int) -> float:
 
 def _exchange(rank: int, ranks: int, size: int) -> tuple[Callable[[], None], int]:
     """Send `size` bytes to the next rank and receive as much from the one before, at once, and how often to do it."""
+    channel = MeshGroups.build(dist.group.WORLD, TileShape(1, ranks)).channel(Direction.FORWARD, Channel.COLUMN)
     out, into = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    batch = [(Transfer(Payload.KV, before, before, False), into), (Transfer(Payload.KV, rank, after, True), out)]
 
     def work() -> None:
-        receive = dist.P2POp(dist.irecv, into, (rank - 1) % ranks)
-        send = dist.P2POp(dist.isend, out, (rank + 1) % ranks)
-        for request in dist.batch_isend_irecv([receive, send]):  # the receive first, as comm.py has it
-            request.wait()
+        channel.start(batch, "calibration", "forward")
+        channel.finish()
 
     return work, max(1, min(20, _BYTES_A_ROUND // size))
 
