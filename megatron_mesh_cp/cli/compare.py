@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             progress(done, len(settings))
             rows += rows_of(setting, [*compare_peers_of(setting), mesh(args, setting)])
     if plot:
-        from megatron_mesh_cp.cli.plots import draw_scaling
+        from megatron_mesh_cp.cli.plots_scaling import draw_scaling
 
         draw_scaling(plot, settings, rows)
     if args.json:

@@ -1,4 +1,4 @@
-"""The pictures of `mesh-cp`: assignment matrix, step chart, scaling curve. The only place that imports matplotlib."""
+"""The pictures of a plan: assignment matrix and step chart; matplotlib is imported only where one is drawn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw_plan(path: Path, setting: Setting, decision: Decision, found: tuple[Tim
     rows = [max(3, len(chart)) for chart in charts]
     matrices = [both[0].tile] if both[0].tile == both[1].tile else [c.tile for c in both]
     heights = [1.0 + 0.42 * count for count in rows]
-    figure = _figure(13.5, 6.2 + sum(heights) + 1.1)
+    figure = new_figure(13.5, 6.2 + sum(heights) + 1.1)
     top, bottom = figure.subfigures(2, 1, height_ratios=(6.2, sum(heights)))
     figure.suptitle(
         f"CP {setting.cp}, {setting.seq_len:,} tokens, {setting.model()}\non {setting.machine()}", fontsize=12
@@ -62,7 +62,7 @@ def draw_plan(path: Path, setting: Setting, decision: Decision, found: tuple[Tim
     below = bottom.subplots(2, 1, height_ratios=heights)
     for ax, candidate, timeline, chart in zip(below, both, found, charts, strict=True):
         draw_steps(ax, candidate, timeline, chart, rank)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_matrix(ax: Axes, tile: TileShape, rank: int, what: str) -> None:
@@ -89,14 +89,12 @@ def draw_matrix(ax: Axes, tile: TileShape, rank: int, what: str) -> None:
             ax.add_patch(Rectangle((y - 0.5, x - 0.5), 1, 1, fill=False, edgecolor=_INK, linewidth=width))
     point = 6.0 * 55 / n  # of a cell's side, in points
     for group, colour in ((rows, _ROW), (columns, _COLUMN)):
-        for member in group:
-            if member != rank:
-                ax.add_patch(
-                    Rectangle(
-                        (member - 0.5, member - 0.5), 1, 1, fill=False, edgecolor=colour, linewidth=max(1.2, width)
-                    )
-                )
-    ax.plot(rank, rank, marker="*", color="white", markeredgecolor=_INK, markersize=max(9, min(20, 0.75 * point)))
+        others = [member for member in group if member != rank]
+        side = max(2.5, point)  # a square that can be seen, also where a cell is smaller than that
+        look = {"markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": max(1.2, width)}
+        ax.plot(others, others, linestyle="none", marker="s", markersize=side, clip_on=False, **look)
+    star = max(9, min(20, 0.75 * point))
+    ax.plot(rank, rank, marker="*", color="white", markeredgecolor=_INK, markersize=star, clip_on=False, zorder=5)
     if point >= 15:
         for x in range(n):
             for y in range(n):
@@ -107,10 +105,10 @@ def draw_matrix(ax: Axes, tile: TileShape, rank: int, what: str) -> None:
     # Strips outside the matrix: the chunks that the tile reads.
     for member in rows:
         ax.add_patch(
-            Rectangle((-0.026, 1 - (member + 1) / n), 0.018, 1 / n, transform=ax.transAxes, clip_on=False, fc=_ROW)
+            Rectangle((-0.026, 1 - (member + 1) / n), 0.018, 1 / n, transform=ax.transAxes, clip_on=False, color=_ROW)
         )
     for member in columns:
-        ax.add_patch(Rectangle((member / n, 1.008), 1 / n, 0.018, transform=ax.transAxes, clip_on=False, fc=_COLUMN))
+        ax.add_patch(Rectangle((member / n, 1.008), 1 / n, 0.018, transform=ax.transAxes, clip_on=False, color=_COLUMN))
     step = max(1, n // 16)
     ticks = range(0, n, step)
     ax.set_xticks(ticks, [str(t) for t in ticks], fontsize=8)
@@ -271,8 +269,9 @@ def _unit(seconds: float) -> tuple[float, str]:
     return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, whatever the machine has
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches, drawn without a window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -280,81 +279,6 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it in the format that the name ends in."""
     figure.savefig(path, dpi=130, facecolor="white")
-
-
-# Line style and colour of an algorithm; the styles let curves on top of each other be told apart.
-_ALGORITHMS = {
-    "ring": ("#000000", "o", "-"),
-    "double-ring": ("#7f7f7f", "s", "--"),
-    "burst": ("#8c564b", "v", ":"),
-    "ulysses": ("#e69f00", "^", "-"),
-    "usp": ("#56b4e9", "D", "-"),
-    "attention2d": ("#cc79a7", "P", "--"),
-    "startrail": ("#009e73", "X", "-."),
-    "mesh": ("#d62728", "o", "-"),
-}
-
-
-def draw_scaling(path: Path, settings: Sequence[Setting], rows: Sequence[dict]) -> None:
-    """Bytes and time of every algorithm over the context-parallel size, a row of panels for each sequence length."""
-    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
-
-    lengths = sorted({row["seq_len"] for row in rows})
-    sizes = sorted({row["cp"] for row in rows})
-    figure = _figure(12.5, 1.3 + 3.9 * len(lengths))
-    axes = figure.subplots(len(lengths), 2, squeeze=False)
-    algorithms = list(dict.fromkeys(row["algo"] for row in rows))
-    handles = {}
-    for pair, length in zip(axes, lengths, strict=True):
-        for ax, key, scale, unit in ((pair[0], "bytes", 2**-30, "sent by a rank, GiB"), (pair[1], "time_ms", 1, "ms")):
-            for algo in algorithms:
-                points = [
-                    (row["cp"], scale * row[key])
-                    for row in rows
-                    if row["algo"] == algo and row["seq_len"] == length and row[key]
-                ]
-                if not points:
-                    continue
-                colour, marker, line = _ALGORITHMS[algo]
-                ours = algo == "mesh"
-                (handles[algo],) = ax.plot(
-                    *zip(*points, strict=True),
-                    color=colour,
-                    marker=marker,
-                    linestyle=line,
-                    linewidth=2.4 if ours else 1.4,
-                    markersize=6 if ours else 5,
-                    zorder=4 if ours else 3,
-                    label=algo,
-                )
-            ax.set_xscale("log", base=2)
-            ax.set_yscale("log")
-            ax.xaxis.set_major_locator(FixedLocator(sizes))
-            ax.xaxis.set_minor_locator(NullLocator())
-            ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
-            ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            _minor_labels(ax, NullFormatter())
-            ax.grid(which="both", color="#e3e3e3", linewidth=0.6)
-            ax.set_axisbelow(True)
-            ax.set_xlabel("context-parallel size")
-            ax.set_ylabel(unit)
-            what = "bytes" if key == "bytes" else "time, forward + backward"
-            ax.set_title(f"{length:,} tokens: {what}", fontsize=11)
-    figure.suptitle(f"{settings[0].model()}\non {settings[0].machine()}", fontsize=12)
-    names = [algo for algo in algorithms if algo in handles]
-    figure.legend([handles[a] for a in names], names, loc="outside right center", fontsize=10, frameon=False)
-    _save(figure, path)
-
-
-def _minor_labels(ax: Axes, none) -> None:
-    """Label 2 and 5 of each decade where an axis spans less than two decades, which the decades alone leave bare."""
-    from matplotlib.ticker import LogLocator
-
-    low, high = ax.get_ylim()
-    if high / low < 100:
-        ax.yaxis.set_minor_locator(LogLocator(base=10, subs=(2, 5)))
-        ax.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    else:
-        ax.yaxis.set_minor_formatter(none)

@@ -99,10 +99,10 @@ def test_draws_the_scaling_curve(name, starts, tmp_path, capsys):
 
 
 def test_the_curve_has_every_algorithm_that_can_run(tmp_path, capsys, monkeypatch):
-    from megatron_mesh_cp.cli import plots
+    from megatron_mesh_cp.cli import plots_scaling
 
     figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots_scaling, "save_figure", lambda figure, path: figures.append(figure))
     rows = said(capsys, f"--cp 4,8 --heads 8 --kv-heads 4 --head-dim 64 --seq-len 4k --plot {tmp_path / 'a.png'}")[
         "rows"
     ]

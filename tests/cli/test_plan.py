@@ -166,7 +166,7 @@ def test_the_matrix_is_coloured_by_the_owner(tile):
     """Blocks of one rank have one colour, and the tile of the chosen rank is darker than the others."""
     from megatron_mesh_cp.cli import plots
 
-    ax = plots._figure(5, 5).subplots()
+    ax = plots.new_figure(5, 5).subplots()
     plots.draw_matrix(ax, tile, 3, "Assignment matrix")
     colours = ax.get_images()[0].get_array()
     by_rank = {}
