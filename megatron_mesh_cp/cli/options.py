@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +118,16 @@ def check_output(text: str, flag: str, endings: tuple[str, ...]) -> Path:
     path = Path(text)
     if path.suffix.lower() not in endings:
         raise ValueError(f"{flag} {text}: the name must end in {' or '.join(endings)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{flag} {text}: must be a file in a directory that is there")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{flag} {text}: no permission to write there")
+    try:
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"{flag} {text}: must be a file in a directory that is there")
+        new = not path.exists()
+        with path.open("ab"):  # the surest way to know; permissions alone do not tell it of every file system
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{flag} {text}: cannot write there: {error.strerror}") from None
     return path
 
 

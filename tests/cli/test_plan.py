@@ -248,11 +248,22 @@ def test_a_memory_limit_says_what_would_do_and_that_does(by, capsys):
     assert got["peak_bytes"] <= options.parse_bytes(enough, "")
 
 
-def test_unwritable_place_is_refused(tmp_path, capsys, monkeypatch):
-    """Root may write anywhere, so the system's answer is made up."""
-    monkeypatch.setattr(options.os, "access", lambda path, mode: False)
-    assert main(["plan", *SMALL.split(), "--plot", str(tmp_path / "a.png")]) == 2
-    assert "no permission" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(capsys, monkeypatch):
+    """A name that no file system takes: root, as CI may be, is denied nothing else everywhere."""
+    monkeypatch.setattr("megatron_mesh_cp.cli.plan.decide", lambda *a, **k: pytest.fail("work has begun"))
+    assert main(["plan", *SMALL.split(), "--plot", "a" * 300 + ".png"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "cannot write there" in err
+
+
+def test_the_check_of_a_file_leaves_it_as_it_was(tmp_path):
+    path = tmp_path / "a.png"
+    assert options.check_output(str(path), "--plot", (".png",)) == path
+    assert not path.exists()
+    path.write_text("kept")
+    options.check_output(str(path), "--plot", (".png",))
+    assert path.read_text() == "kept"
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("4k", 4096), ("128K", 131072), ("1m", 1048576)])
