@@ -77,6 +77,8 @@ TILES = {
     "CP4 4x1": (4, "4x1", ""),
     "CP4 auto shift": (4, "auto", "--mesh-exchange shift --mesh-kernel reference"),
     "CP4 2x2 backward 1x4": (4, "2x2", "--mesh-tile-shape-backward 1x4 --mesh-log-comm"),
+    "CP4 2x2t backward 4x1": (4, "2x2t", "--mesh-tile-shape-backward 4x1"),
+    "CP4 auto on a cluster": (4, "auto", "--mesh-tile-shape-backward auto --mesh-cluster cpu-gloo"),
 }
 
 
@@ -89,6 +91,8 @@ def test_mesh_prints_the_losses_and_gradient_norms_of_cp_1_with_stock_attention(
     assert f"CP {cp}, tile " in receipts[0]
     if tile != "auto":
         assert f"tile {tile} " in receipts[0]
+    reason = "least predicted time on cpu-gloo" if "--mesh-cluster" in more else "no cluster is known"
+    assert reason in receipts[0] or tile != "auto"
     assert_same_training(run, train())
 
 
