@@ -167,14 +167,14 @@ class Plan:
         """The steps of CP rank `rank`, in CP ranks and chunk indices."""
         if rank in self.explicit:
             return self.explicit[rank]
-        place = _Place(self.tile, rank)
+        place = Place(self.tile, rank)
         return tuple(Step(place.transfers(s.transfers), tuple(map(place.block, s.blocks))) for s in self.template)
 
     def program(self, rank: int) -> tuple[Event, ...]:
         """What CP rank `rank` does, event by event; see Note [Reading a plan]."""
         if rank in self.explicit:
             return _compile(self.explicit[rank], self)
-        place = _Place(self.tile, rank)
+        place = Place(self.tile, rank)
         return tuple(
             Event(
                 e.kind,
@@ -202,7 +202,7 @@ class Plan:
         return _compile(self.template, self)
 
 
-class _Place:
+class Place:
     """Turns offsets in the template into the chunks and CP ranks of one rank."""
 
     def __init__(self, tile: TileShape, rank: int) -> None:

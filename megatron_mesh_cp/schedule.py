@@ -72,6 +72,12 @@ def make_work(tile: TileShape, direction: Direction, exchange: str, costs: Costs
     return Work(tile.a, tile.b, chains, costs.block, costs.links)
 
 
+def transfers_of(tile: TileShape, direction: Direction, exchange: str) -> tuple[Transfer, ...]:
+    """Every transfer of a template, in no order that matters."""
+    work = make_work(tile, direction, exchange, nominal_costs(direction))
+    return tuple(t for chain in work.chains for round_ in chain for t in round_.transfers)
+
+
 def _inputs(payload: Payload, m: int, exchange: str, seconds: float) -> tuple[Round, ...]:
     """Round s: the chunk of offset s comes in; see the module's drawing."""
     rounds = []

@@ -34,6 +34,7 @@ from .events import Run, matched
 from .layout import BlockKind
 from .network import Network
 from .plan import Block, Channel, Event, EventKind, Payload, Plan, Transfer
+from .tile import TileShape
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -155,9 +156,12 @@ def _batch_duration(transfers: tuple[Transfer, ...], duration: Mapping[Payload, 
 
 def representatives(plan: Plan, ranks_per_node: int) -> int:
     """How many ranks, from rank 0 on, stand for all; see Note [Representatives]."""
-    n, consecutive, w = plan.tile.size, plan.tile.levels[0], ranks_per_node
-    if plan.explicit:
-        return n
+    return plan.tile.size if plan.explicit else representatives_of(plan.tile, ranks_per_node)
+
+
+def representatives_of(tile: TileShape, ranks_per_node: int) -> int:
+    """The same for any template of a tile."""
+    n, consecutive, w = tile.size, tile.levels[0], ranks_per_node
     if n <= w:
         return 1
     if consecutive % w == 0:

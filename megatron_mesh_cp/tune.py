@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .bounds import lower_bound
 from .cost import AttentionShape, Costs, mesh_bytes, nominal_costs
 from .layout import BlockKind
 from .network import Network
 from .plan import EXCHANGES, Channel, Direction, Payload, Plan, live_bytes
-from .schedule import make_plan, make_work
+from .schedule import make_plan
 from .simulate import simulate
 from .tile import TileShape, all_tiles
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 TIE = 0.01  # candidates this close to the fastest count as equally fast
-_SAFE = 0.85  # a candidate is not simulated if this part of its lower bound is above the best time found
 
 
 class MemoryLimitError(ValueError):
@@ -79,42 +79,59 @@ def costs_for(
     same ports. What really happens at the ports is for the simulator to say.
     """
     network = Network(cluster, tp)
-    each: dict[Channel, Callable[[int], float]] = {}
-    bound_by = set()
+    once: dict[Channel, _Hop] = {}
     for channel, group in ((Channel.ROW, tile.row_group), (Channel.COLUMN, tile.column_group)):
-        inside, outside, nic = _rounds(network, tile.size, group, exchange)
-        seconds_intra, seconds_inter = (inside / cluster.intra.bandwidth, outside / nic)
-        latency = inside * cluster.intra.latency + outside * cluster.inter.latency
-        if inside + outside:
-            bound_by.add("nic" if seconds_inter > seconds_intra else "gpu")
-        each[channel] = lambda size, s=seconds_intra + seconds_inter, latency=latency: size * s + latency
-    both = tile.a > 1 and tile.b > 1
+        once[channel] = _hop(network, tile.size, group, exchange)
     payloads = direction.row_input, Payload.KV, direction.row_result, direction.column_result
-    durations = [0.0 if p is None else each[p.channel](shape.message_bytes(p)) for p in payloads]
+    durations = [0.0 if p is None else once[p.channel].seconds(shape.message_bytes(p), p.is_result) for p in payloads]
     kind = BlockKind.KV_FIRST_HALF if causal else BlockKind.FULL
-    return Costs(
-        *durations, cluster.block_seconds(shape, kind, direction), links=1 if both and len(bound_by) == 1 else 2
-    )
+    both = tile.a > 1 and tile.b > 1
+    same = once[Channel.ROW].outside_longer == once[Channel.COLUMN].outside_longer
+    return Costs(*durations, cluster.block_seconds(shape, kind, direction), links=1 if both and same else 2)
 
 
-def _rounds(
-    network: Network, n: int, group: Callable[[int], tuple[int, ...]], exchange: str
-) -> tuple[float, float, float]:
-    """Mean share of a group's rounds inside the node and between nodes, and bytes/s of a rank between nodes."""
-    w = network.ranks_per_node
-    crossing: dict[int, float] = {}
+@dataclass(frozen=True)
+class _Hop:
+    """One round of a group: seconds a byte inside the node and between nodes, and the latency.
+
+    side_by_side: of the two results that `shift` sends in one round, one stays inside the node.
+    """
+
+    inside: float
+    outside: float
+    latency: float
+    side_by_side: bool
+
+    @property
+    def outside_longer(self) -> bool:
+        return self.outside > self.inside
+
+    def seconds(self, size: int, result: bool) -> float:
+        """Of one message. A round of two results is planned as twice this."""
+        if self.side_by_side:  # every round waits for the hop between nodes
+            return self.outside * size / (2 if result else 1) + self.latency
+        return (self.inside + self.outside) * size + self.latency
+
+
+def _hop(network: Network, n: int, group: Callable[[int], tuple[int, ...]], exchange: str) -> _Hop:
+    """The mean over the rounds (`direct`), or the slowest hop, for which every round waits (`shift`)."""
+    w, intra, inter = network.ranks_per_node, network.cluster.intra, network.cluster.inter
+    crossing: list[float] = []
     for rank in range(min(w, n)):
         members = group(rank)
         if len(members) == 1:
-            return 0.0, 0.0, network.inter_bandwidth(1)
+            return _Hop(0.0, 0.0, 0.0, False)
         if exchange == "shift":
             peers = [members[(members.index(rank) + 1) % len(members)]]
         else:
             peers = [m for m in members if m != rank]
-        crossing[rank] = sum(peer // w != rank // w for peer in peers) / len(peers)
-    senders = sum(share > 0 for share in crossing.values())
-    outside = max(crossing.values()) if exchange == "shift" else sum(crossing.values()) / len(crossing)
-    return 1 - outside, outside, network.inter_bandwidth(max(1, senders))
+        crossing.append(sum(peer // w != rank // w for peer in peers) / len(peers))
+    senders = sum(share > 0 for share in crossing)
+    share = max(crossing) if exchange == "shift" else sum(crossing) / len(crossing)
+    outside = share / network.inter_bandwidth(max(1, senders))
+    latency = share * inter.latency + (1 - share) * intra.latency
+    inside = (1 - share) / intra.bandwidth
+    return _Hop(inside, outside, latency, side_by_side=exchange == "shift" and 0 < senders < len(crossing))
 
 
 def evaluate(
@@ -141,7 +158,7 @@ def evaluate(
         bytes=sum(mesh_bytes(tile, direction, shape).values()),
         seconds=timeline and timeline.seconds,
         wait=timeline and timeline.wait,
-        bound=None if cluster is None else make_work(tile, direction, exchange, costs).bound(),
+        bound=cluster and lower_bound(tile, direction, exchange, cluster, shape, tp=tp, causal=causal),
         peak_bytes=peak_bytes(plan, shape),
         plan=plan,
         costs=costs,
@@ -288,10 +305,10 @@ class _Search:
         floor = {tile: sum(self._floor(tile, d) for d in ways) for tile in tiles}
         options: list[dict[Direction, Candidate]] = []
         fastest = float("inf")
-        lowest = min(floor.values()) * (1 + TIE)
+        lowest = min(floor.values()) * (1 + TIE if self.cluster else 1)
         for tile in sorted(tiles, key=lambda t: (max(floor[t], lowest), self._bytes(t, ways), t.transposed, t.a)):
             # Equally fast ones come with the fewest bytes first: nothing after one at the lowest bound can win.
-            if self.cluster is not None and (_SAFE * floor[tile] > fastest or fastest <= lowest):
+            if floor[tile] > fastest or fastest <= lowest or (options and self.cluster is None):
                 break
             option = {}
             for d in ways:
@@ -326,16 +343,13 @@ class _Search:
         return sum(sum(mesh_bytes(tile, d, self.shape).values()) for d in directions)
 
     def _floor(self, tile: TileShape, direction: Direction) -> float:
-        """Without planning: no schedule of the tile is much shorter, with any of the exchanges."""
+        """Without planning: no schedule of the tile is shorter, with any of the exchanges."""
         if self.cluster is None:
             return float(self._bytes(tile, (direction,)))
-        bounds = []
-        for exchange in self.exchanges:
-            costs = costs_for(
-                self.cluster, self.shape, tile, direction, exchange=exchange, tp=self.tp, causal=self.causal
-            )
-            bounds.append(make_work(tile, direction, exchange, costs).bound())
-        return min(bounds)
+        return min(
+            lower_bound(tile, direction, e, self.cluster, self.shape, tp=self.tp, causal=self.causal)
+            for e in self.exchanges
+        )
 
     def _fits(self, candidate: Candidate) -> bool:
         return self.limit is None or candidate.peak_bytes <= self.limit

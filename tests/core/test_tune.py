@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_mesh_cp.bounds import block_total, lower_bound
 from megatron_mesh_cp.cluster import Link, load_cluster
 from megatron_mesh_cp.cost import AttentionShape, mesh_bytes
 from megatron_mesh_cp.layout import BlockKind
@@ -154,3 +155,31 @@ def test_a_decision_for_1024_ranks_is_made_in_the_time_of_a_launch():
     begin = time.process_time()
     decide(1024, shape(1024, 1 << 20, kv_heads=4), FAST)
     assert time.process_time() - begin < 60
+
+
+@pytest.mark.parametrize("cluster", [SLOW, FAST, load_cluster("h800-hdr")], ids=lambda c: c.name)
+@pytest.mark.parametrize(("n", "kv_heads", "tp"), [(8, 32, 1), (12, 8, 1), (32, 32, 1), (32, 4, 4)])
+def test_no_simulated_schedule_beats_the_lower_bound(cluster, n, kv_heads, tp):
+    """Every tile, placement, exchange and direction; and the bound is not idle: some schedules reach it."""
+    s = AttentionShape(65536 // n, 1, 32 // tp, kv_heads // tp, 128)
+    ratios = []
+    for direction in Direction:
+        for c in rank_candidates(n, s, direction, cluster, tp=tp):
+            ratios.append(c.seconds / c.bound)
+            assert ratios[-1] >= 1 - 1e-9, (str(c), direction)
+    assert min(ratios) < 1.02
+
+
+def test_the_lower_bound_by_hand():
+    """Tile 2x2 on one node: three links' worth of KV in, O out; two nodes of one NIC each: all GPUs share it."""
+    s = shape(4, 8192)
+    q, kv, o = (s.message_bytes(p) for p in (Payload.Q, Payload.KV, Payload.O))
+    blocks = block_total(TileShape(2, 2), Direction.FORWARD, FAST, s)
+    port = (q + kv + o) / FAST.intra.bandwidth
+    assert lower_bound(TileShape(2, 2), Direction.FORWARD, "direct", FAST, s) == pytest.approx(max(blocks, port))
+    slow = replace(FAST, intra=Link(1e9, 0.0))
+    port = (q + kv + o) / 1e9
+    assert lower_bound(TileShape(2, 2), Direction.FORWARD, "direct", slow, s) == pytest.approx(port)
+    s = shape(16, 8192)
+    nic = 8 * s.message_bytes(Payload.KV) / SLOW.inter.bandwidth
+    assert lower_bound(TileShape(8, 2), Direction.FORWARD, "direct", SLOW, s) == pytest.approx(nic)
