@@ -7,8 +7,9 @@ Rows and columns that come in are numbered in the order of their chain, which is
 for its row and its column, a result for all blocks of its row or column. Time advances from event to event, and at each
 one every idle link and the idle compute stream choose what is next:
 
-* a link: among inputs, the one that unlocks most block time per second of transfer (or always rows, or always
-  columns first); a result as soon as it is complete (or only after the inputs);
+* a link: among inputs, the one that unlocks most block time per second of transfer (or always rows, or always columns
+  first, or the order in which all blocks could be done soonest if there were no results); a result as soon as it is
+  complete (or only after the inputs);
 * compute: the block that gates the earliest result (by row, by column, or by both in turn); the own row and column,
   which gate nothing that leaves early, last.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import accumulate, product
 from math import inf
 
 from .plan import Transfer
@@ -72,21 +73,61 @@ class Work:
         chains += [seconds[0] + seconds[3]] if self.chains[3] else []
         return max(compute, seconds[0] + seconds[2], seconds[1] + seconds[3], *chains)
 
+    def tight_bound(self) -> float:
+        """A bound that is harder to reach: blocks cannot be computed before their inputs are in.
+
+        Compute is done soonest if inputs come without a pause and compute never waits for nothing; over all orders of
+        the inputs, the end of all blocks that i rows and j columns allow is found from that of one row or one column
+        less. In a backward every block but the own one gates a result, which follows it.
+        """
+        end, _ = self.input_order(self.block)
+        if not self.chains[2] or not self.chains[3]:
+            return max(self.bound(), end)  # blocks of the own row (or column) gate nothing: they can be the last
+        tail = min(r.seconds for chain in self.chains[2:] for r in chain)
+        held, _ = self.input_order(0.0)  # the own block comes last
+        return max(self.bound(), min(end + tail, held + max(self.block, tail)))
+
+    def input_order(self, own: float) -> tuple[float, tuple[int, ...]]:
+        """The order of inputs (chain by chain) that lets all blocks be done soonest, and when that is.
+
+        own: seconds of the own block at the start; 0 leaves it out.
+        """
+        rows, columns = ([0.0, *accumulate(r.seconds for r in self.chains[c])] for c in INPUTS)
+        done: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (own, -1)}  # end of blocks, chain that came last
+        for i, j in product(range(self.a), range(self.b)):
+            arrived = rows[i] + columns[j] if self.links == 1 else max(rows[i], columns[j])
+            ways = []
+            if i:
+                ways.append((max(done[i - 1, j][0], arrived) + (j + 1) * self.block, 0))
+            if j:
+                ways.append((max(done[i, j - 1][0], arrived) + (i + 1) * self.block, 1))
+            if ways:
+                done[i, j] = min(ways)
+        i, j = self.a - 1, self.b - 1
+        order: list[int] = []
+        while (i, j) != (0, 0):
+            order.append(done[i, j][1])
+            i, j = (i - 1, j) if order[-1] == 0 else (i, j - 1)
+        return done[self.a - 1, self.b - 1][0], tuple(reversed(order))
+
 
 @dataclass(frozen=True)
 class Policy:
-    """How to choose: `rows_first` weighs row inputs against column inputs (0: columns first, inf: rows first);
-    `eager`: a result goes before an input; `order`: which blocks first; `hold`: the own block, which gates no result
-    and needs no input, is kept for the end, where it covers the last results."""
+    """How to choose.
 
-    rows_first: float
+    rows_first: weighs row inputs against column inputs (0: columns first, inf: rows first, None: in the order of
+    Work.input_order). eager: a result goes before an input. order: which blocks first. hold: the own block, which
+    gates no result and needs no input, is kept for the end, where it covers the last results.
+    """
+
+    rows_first: float | None
     eager: bool
     order: str
     hold: bool = False
 
 
 POLICIES = tuple(
-    Policy(*choice) for choice in product((1.0, inf, 0.0), (True, False), ("rows", "columns", "both", "tail"))
+    Policy(*choice) for choice in product((1.0, inf, 0.0, None), (True, False), ("rows", "columns", "both", "tail"))
 )
 WEIGHTS = (0.2, 0.35, 0.5, 0.7, 1.4, 2.0, 3.0, 5.0)  # of rows, tried with the best two policies
 
@@ -203,6 +244,7 @@ class _State:
     def __init__(self, work: Work, policy: Policy) -> None:
         self.work, self.policy = work, policy
         self.orders = block_orders(work)
+        self.order = work.input_order(work.block)[1] if policy.rows_first is None else ()
         self.priority = self.orders[policy.order]
         self.now = 0.0
         self.left = work.a * work.b + sum(map(len, work.chains))  # blocks and rounds still to start
@@ -359,6 +401,8 @@ class _State:
 
     def _unlocks(self, chain: int) -> float:
         """Blocks that the next input of a chain unlocks, per second of transfer."""
+        if self.policy.rows_first is None:
+            return float(chain == self.order[self.next[0] + self.next[1]])
         seconds = self.work.chains[chain][self.next[chain]].seconds
         count = len(self.columns) if chain == 0 else len(self.rows)
         value = count / seconds if seconds else inf

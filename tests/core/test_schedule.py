@@ -46,28 +46,41 @@ def test_greedy_is_within_3_percent_of_the_proven_optimum_up_to_4x4():
     assert found[0][0] <= 1.03, text
 
 
-# Cells where no schedule is within 1.10 of the bound, or none is known; see README. All others must be.
-KNOWN_ABOVE = 1.13
-
-
 def test_greedy_is_near_the_lower_bound_on_large_tiles():
-    """Every 60th tile with 64 <= a*b <= 256, and the powers of two; scripts/schedule_grid.py does them all."""
-    tiles = dict.fromkeys([*large_tiles()[::60], *(TileShape(2**k, 2 ** (7 - k)) for k in range(8))])
-    found = [(greedy(work).seconds / work.bound(), cell) for cell, work in cells(list(tiles), ("direct",))]
-    text = worst(found)
-    print(text)
-    assert found[0][0] <= KNOWN_ABOVE, text
-    assert sum(ratio > 1.10 for ratio, _ in found) <= 0.01 * len(found), text
+    """Every 60th tile with 64 <= a*b <= 256, and those of 64 and 256; scripts/schedule_grid.py does them all.
+
+    Within 1.10 of the bound (compute, links, inputs before results). In some cells no schedule is: there, blocks have
+    to wait for their first inputs, and the tight bound, which knows that, says so. None is more than 4 % above both.
+    """
+    square = [TileShape(2**k, 2 ** (exponent - k)) for exponent in (6, 8) for k in range(exponent + 1)]
+    found, above = [], 0
+    for cell, work in cells(list(dict.fromkeys([*large_tiles()[::60], *square])), ("direct",)):
+        seconds = greedy(work).seconds
+        ratio = seconds / work.bound()
+        above += ratio > 1.10
+        found.append((ratio, cell))
+        assert ratio <= 1.10 or seconds <= 1.04 * work.tight_bound(), (ratio, seconds / work.tight_bound(), cell)
+    print(worst(found))
+    assert above <= 0.01 * len(found), worst(found)
+
+
+def test_the_tight_bound_is_a_bound_and_the_input_order_reaches_it():
+    for cell, work in cells(small_tiles(), EXCHANGES):
+        assert work.bound() <= work.tight_bound(), cell
+        assert work.tight_bound() <= optimum(work).seconds * (1 + 1e-6), cell
+    work = make_work(TileShape(4, 22), Direction.FORWARD, "direct", grid_costs(Direction.FORWARD, 0.5, 0.2, 1))
+    assert work.tight_bound() > 1.10 * work.bound()
+    assert greedy(work).seconds == pytest.approx(work.tight_bound())
 
 
 def test_no_policy_is_best_everywhere():
-    """If one were, the others would be ballast: one order alone is more than 20 % off somewhere on the grid."""
+    """If one were, the others would be ballast: one order alone is more than 10 % off somewhere on the grid."""
     ratios: dict[object, list[float]] = {policy: [] for policy in POLICIES if policy.order == "rows"}
     for _, work in cells([TileShape(4, 4), TileShape(2, 8), TileShape(8, 2), TileShape(8, 8)], ("direct",)):
         best = greedy(work).seconds
         for policy, found in ratios.items():
             found.append(_State(work, policy).run().seconds / best)
-    assert all(max(found) > 1.2 for found in ratios.values())
+    assert all(max(found) > 1.1 for found in ratios.values())
     assert all(min(found) >= 1 - 1e-9 for found in ratios.values())
 
 
