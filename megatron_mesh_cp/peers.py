@@ -222,14 +222,15 @@ def startrail(job: Job, team: int | None = None) -> Peer:
     A team gathers its Q, K and V; each of its ranks then sees the K, V of n/C^2 teams, C chunks a message, and O is
     reduced in the team. The paper's volumes (from a summary of it, not from its text) for sequence length N, hidden
     size H, batch B, P = n ranks are 2 B N H (P - C^2) / (C P) around the rings and 4 B N H (C-1) / P for the
-    collectives. With KV heads counted, and row statistics that go along with O and with Q:
+    collectives. Each rank of a team has a ring of its own, which begins with the K, V of another team, so C chunks go
+    there first; that is n/C chunks in all. With KV heads counted, and row statistics that go along with O and with Q:
 
-        forward     (C-1)(2 + 2g + eps)      + (n/C - C) 2g
-        backward    (C-1)(3 + 4g + 2 eps)    + (n/C - C)(3 + 2 eps)
+        forward     (C-1)(2 + 2g + eps)      + (n/C) 2g
+        backward    (C-1)(3 + 4g + 2 eps)    + (n/C)(3 + 2 eps)
 
     In its backward K, V and their gradients stay and dQ travels. The volume is our reading, with the roles so swapped:
     a team gathers Q, dO, statistics, K and V and reduces dQ, dK and dV; Q, dO, statistics and dQ go around.
-    team: C, default the fastest. Left out, in its favour: bringing K, V to where the rings start.
+    team: C, default the fastest.
     """
     n, w = job.n, job.in_node
     if team is None:
@@ -240,6 +241,7 @@ def startrail(job: Job, team: int | None = None) -> Peer:
         return min((startrail(job, c) for c in fits), key=_seconds)
     c, turns, inside = team, n // team**2, job.inside(team, n // team)[0]
     hop = job.hop(min(c, w))  # the ranks of a team pass a node boundary together
+    spread = job.hop(w)  # to the teams where the rings begin: all ranks of a node leave it at once
     q, kv, o, qdo, dq, dkv = map(job.size, (Payload.Q, Payload.KV, Payload.O, Payload.QDO, Payload.DQ, Payload.DKV))
     seconds, sent = [], []
     for direction, gathered, travels, result, reduced in (
@@ -249,9 +251,10 @@ def startrail(job: Job, team: int | None = None) -> Peer:
         turn = job.compute(direction) / turns
         around = (turns - 1) * max(turn, hop(c * (travels + result))) + turn
         collectives = job.gather(c, inside, gathered) + job.gather(c, inside, reduced)
-        home = hop(c * result) if result and turns > 1 else 0.0
-        seconds.append(collectives + around + home)
-        sent.append((c - 1) * (gathered + reduced) + (n // c - c) * (travels + result))
+        placed = c if c > 1 else 0
+        there, back = (spread(size) if size else 0.0 for size in (placed * travels, c * result if n > 1 else 0))
+        seconds.append(collectives + there + around + back)
+        sent.append((c - 1) * (gathered + reduced) + (n // c - c + placed) * (travels + result))
     partial = job.shape.partial_bytes
     peaks = (
         c * (q + kv + partial(Payload.O) + 2 * kv * (turns > 1)),

@@ -56,7 +56,8 @@ class Setting:
     def machine(self) -> str:
         """The cluster in a line."""
         c = self.cluster
-        return f"cluster {c.name}: {c.device}, {c.gpus_per_node} GPUs and {c.nics_per_node} NICs a node"
+        nics = f"{c.nics_per_node} NIC{'s' if c.nics_per_node > 1 else ''}"
+        return f"cluster {c.name}: {c.device}, {c.gpus_per_node} GPUs and {nics} a node"
 
 
 def add_setting_options(parser: argparse.ArgumentParser, lists: bool = False) -> None:

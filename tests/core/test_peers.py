@@ -68,13 +68,17 @@ def test_bytes_are_the_table_of_the_communication_model(n, kv_heads):
 
 @pytest.mark.parametrize(("n", "c"), [(16, 2), (16, 4), (64, 8), (32, 4)])
 def test_startrail_sends_what_its_paper_says(n, c):
-    """arXiv 2407.00611: 2 B N H (P - C^2) / (C P) around the rings, 4 B N H (C-1) / P in collectives, with MHA."""
+    """arXiv 2407.00611: 2 B N H (P - C^2) / (C P) around the rings, 4 B N H (C-1) / P in collectives, with MHA.
+
+    And the C chunks that a ring begins with, which come from another team.
+    """
     s, job = shape(), Job(n, shape(), cluster(8))
     whole = n * s.message_bytes(Payload.Q)  # B N H
     paper = 2 * whole * (n - c * c) / (c * n) + 4 * whole * (c - 1) / n
     statistics = (c - 1) * EPS * whole / n  # lse goes along with O
-    assert startrail(job, c).bytes_forward == pytest.approx(paper + statistics)
-    backward = (c - 1) * (3 + 4 + 2 * EPS) + (n / c - c) * (3 + 2 * EPS)
+    placed = c * 2 * whole / n
+    assert startrail(job, c).bytes_forward == pytest.approx(paper + statistics + placed)
+    backward = (c - 1) * (3 + 4 + 2 * EPS) + n / c * (3 + 2 * EPS)
     assert units(startrail(job, c), s)[1] == pytest.approx(backward)
 
 
@@ -226,19 +230,21 @@ def test_attention2d_takes_the_fastest_tile():
 
 
 def test_startrail_by_hand():
-    """Teams of 4 in two nodes of 8: one turn, no ring; the team's own gather and reduction, not overlapped."""
+    """Teams of 4 in two nodes of 8: one turn, no ring; gather, placing and reduction, none of them overlapped."""
     s, job = shape(8, 8), Job(16, shape(8, 8), cluster())
     q, kv, o = (s.message_bytes(p) for p in (Payload.Q, Payload.KV, Payload.O))
-    expected = job.compute(FORWARD) + 3 * (q + kv + o) / 100e9
+    expected = job.compute(FORWARD) + 3 * (q + kv + o) / 100e9 + 4 * kv / 10e9
     assert startrail(job, 4).seconds_forward == pytest.approx(expected)
     # Teams of 2: four turns of four blocks; three messages of two chunks, of two ranks at once, each with its NIC.
     job = replace(job, cluster=cluster(flops=1e18))
-    expected = (q + kv + o) / 100e9 + 3 * 2 * kv / 10e9
+    expected = (q + kv + o) / 100e9 + (3 + 1) * 2 * kv / 10e9
     assert startrail(job, 2).seconds_forward == pytest.approx(expected, rel=1e-2)
-    # Backward: Q, dO, statistics and dQ go around, dQ one message further. One NIC: the two ranks share it.
+    # Backward: Q, dO, statistics and dQ go around; a boundary is passed by two ranks of a node at once, and all eight
+    # of them place their chunks at once, through one NIC.
     qdo, dq, dkv = (s.message_bytes(p) for p in (Payload.QDO, Payload.DQ, Payload.DKV))
     job = replace(job, cluster=cluster(nics=1, flops=1e18))
-    expected = (qdo + kv + dq + dkv) / 100e9 + 2 * (3 * 2 * (qdo + dq) + 2 * dq) / 10e9
+    expected = (qdo + kv + dq + dkv) / 100e9 + 2 * (3 * 2 * (qdo + dq)) / 10e9
+    expected += 8 * 2 * (qdo + dq) / 10e9
     assert startrail(job, 2).seconds_backward == pytest.approx(expected, rel=1e-2)
 
 
