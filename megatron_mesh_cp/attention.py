@@ -88,9 +88,10 @@ def mesh_attention(
     )
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
     call = _Call(groups, chosen, causal, scale, (exchange, exchange_backward), layout, qkv_format)
+    plans = ", ".join(groups.fingerprint(d, e) for d, e in zip(Direction, call.exchanges, strict=True))
     groups.check_agreement(
         f"q {list(q.shape)} k {list(k.shape)} v {list(v.shape)} {qkv_format} {q.dtype}, causal {causal}, "
-        f"scale {scale}, exchange {exchange}, backward {exchange_backward}, layout {layout}"
+        f"scale {scale}, exchange {exchange}, backward {exchange_backward}, layout {layout}, plans {plans}"
     )
     out, lse = _MeshAttention.apply(q, k, v, call)
     return (out, lse) if return_lse else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
@@ -64,6 +65,7 @@ class MeshGroups:
         self._broken = ""
         self._agreed = False
         self._programs: dict[tuple[Direction, str], tuple[Event, ...]] = {}
+        self._fingerprints: dict[tuple[Direction, str], int] = {}
         self._channels: dict[Direction, dict[Channel, ChannelComm]] = {}
         ranks = dist.get_process_group_ranks(cp_group)
         for direction, shape in ((Direction.FORWARD, tile), (Direction.BACKWARD, self.tile_backward)):
@@ -211,7 +213,13 @@ class MeshGroups:
                 row, column = self._channels[direction].values()
                 column.queue = row.queue
             self._programs[key] = plan.program(self.rank)
+            self._fingerprints[key] = zlib.crc32(repr((plan.template, plan.links, plan.depth)).encode())
         return self._programs[key]
+
+    def fingerprint(self, direction: Direction, exchange: str) -> str:
+        """A short text that differs between plans; ranks with different plans would wait for each other for ever."""
+        self.program(direction, exchange)
+        return f"{self.tile_of(direction)} {self._fingerprints[direction, exchange]:08x}"
 
     def __repr__(self) -> str:
         return f"MeshGroups(rank {self.rank} of {self.size}, tile {self.tile}, backward {self.tile_backward})"

@@ -395,6 +395,8 @@ def disagree(what: str) -> str:
     odd = groups.rank == 3
     q = torch.randn(8, 1, 4, 8, dtype=torch.float16 if odd and what == "dtype" else torch.bfloat16)
     q = q[:4] if odd and what == "length" else q
+    if odd and what == "costs":  # as a cluster file that differs on one node would have it
+        groups.costs = {Direction.BACKWARD: Costs(2, 0.5, 1, 0.5, 0.1, 1)}
     try:
         mesh_attention(q, q, q, groups, not (odd and what == "causal"))
     except ValueError as error:
@@ -402,7 +404,7 @@ def disagree(what: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("what", ["dtype", "length", "causal"])
+@pytest.mark.parametrize("what", ["dtype", "length", "causal", "costs"])
 def test_ranks_that_disagree_on_the_first_call_are_told_so_on_every_rank(ranks, what):
     """MB #1982: data cut for another size than the groups'."""
     for text in ranks(4).run(disagree, what):
