@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_mesh_cp.cli.options import check_output
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_mesh_cp.cli.bench_ranks import Job, Measured
+    from megatron_mesh_cp.cost import AttentionShape, Costs
+    from megatron_mesh_cp.plan import Direction
 
 # Largest believable error, as a coarse net: a lost or wrongly merged block is off by the size of the values, about 1.
 _MAX_ERROR = {"float64": 1e-8, "float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
@@ -51,7 +54,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="also simulate each tile on this cluster, such as one that `mesh-cp calibrate` wrote",
+        help="plan each tile for this cluster, such as one that `mesh-cp calibrate` wrote, and simulate it there too",
     )
     parser.add_argument(
         "--trace", metavar="FILE.json", help="write what the ranks do in the last run of each tile, for ui.perfetto.dev"
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     job = checked_job(args)
     trace = check_output(args.trace, "--trace", (".json",)) if args.trace else None
     cluster = load_cluster(args.cluster) if args.cluster else None
+    if cluster:
+        job = replace(job, costs=tuple(planned_costs(job, tile, cluster) for tile in job.tiles))
     from megatron_mesh_cp.cli.bench_ranks import run_job
     from megatron_mesh_cp.cli.gloo_ranks import RanksError
 
@@ -84,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     }
     ring = next((m for t, m in zip(job.tiles, result.tiles, strict=True) if t.a == 1), None)
     rows = [_row(job, t, m, result.single, ring) for t, m in zip(job.tiles, result.tiles, strict=True)]
-    for tile, row in zip(job.tiles, rows, strict=True):
-        row["predicted_seconds"] = predicted_seconds(job, tile, cluster) if cluster else None
+    for number, row in enumerate(rows):
+        row["predicted_seconds"] = predicted_seconds(job, number, cluster) if cluster else None
     if trace:
         trace.write_text(json.dumps(chrome_trace(result.recorded), allow_nan=False), encoding="utf-8")
     settings = {
@@ -153,21 +158,34 @@ def checked_job(args: argparse.Namespace) -> Job:
     )
 
 
-def predicted_seconds(job: Job, tile: TileShape, cluster: Cluster) -> float:
-    """Seconds of the forward and the backward of a tile as the simulator has them: the plans that the ranks run."""
+def attention_shape(job: Job) -> AttentionShape:
+    """The attention of one rank of a bench."""
     from megatron_mesh_cp.cost import AttentionShape
-    from megatron_mesh_cp.plan import Direction
-    from megatron_mesh_cp.schedule import make_plan
-    from megatron_mesh_cp.simulate import simulate
 
     size = job.dtype.itemsize
-    shape = AttentionShape(
+    return AttentionShape(
         *(job.seq_len // job.ranks, job.batch, job.heads, job.kv_heads, job.head_dim),
         item_bytes=size,
         stat_bytes=max(4, size),  # row statistics are fp32, beside fp64 they are fp64
     )
-    plans = (make_plan(tile, direction, job.exchange) for direction in Direction)
-    return sum(simulate(plan, cluster, shape, causal=job.causal).seconds for plan in plans)
+
+
+def planned_costs(job: Job, tile: TileShape, cluster: Cluster) -> dict[Direction, Costs]:
+    """What the order of a tile is planned for on a cluster."""
+    from megatron_mesh_cp.plan import Direction
+    from megatron_mesh_cp.tune import costs_for
+
+    shape = attention_shape(job)
+    return {d: costs_for(cluster, shape, tile, d, exchange=job.exchange, causal=job.causal) for d in Direction}
+
+
+def predicted_seconds(job: Job, number: int, cluster: Cluster) -> float:
+    """Seconds of the forward and the backward of a tile as the simulator has them: the plans that the ranks run."""
+    from megatron_mesh_cp.schedule import make_plan
+    from megatron_mesh_cp.simulate import simulate
+
+    plans = [make_plan(job.tiles[number], d, job.exchange, costs) for d, costs in job.costs[number].items()]
+    return sum(simulate(plan, cluster, attention_shape(job), causal=job.causal).seconds for plan in plans)
 
 
 def tflops(job: Job, seconds: float) -> float:

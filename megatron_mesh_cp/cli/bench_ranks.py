@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from megatron_mesh_cp.attention import mesh_attention
 from megatron_mesh_cp.cli.gloo_ranks import run_ranks
+from megatron_mesh_cp.cost import Costs
 from megatron_mesh_cp.groups import MeshGroups
 from megatron_mesh_cp.layout import chunk_positions
+from megatron_mesh_cp.plan import Direction
 from megatron_mesh_cp.simulate import Span
 from megatron_mesh_cp.tile import TileShape
 from megatron_mesh_cp.trace import Run
@@ -24,7 +26,8 @@ Tensors = tuple[torch.Tensor, ...]
 class Job:
     """A checked bench: one attention (global `seq_len`), and the tiles to run it with.
 
-    limit: seconds; traced: record what every rank does in the last repeat of each tile.
+    limit: seconds; traced: record what every rank does in the last repeat of each tile; costs: what the order of each
+    tile is planned for (default: nothing is known of the machine).
     """
 
     ranks: int
@@ -41,6 +44,7 @@ class Job:
     repeats: int
     limit: float
     traced: bool = False
+    costs: tuple[Mapping[Direction, Costs], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def _measure(rank: int, job: Job) -> Result:
     own, own_want = ([x[positions] for x in tensors] for tensors in (whole, want))
     if rank > 0:
         del whole, want
-    built = [MeshGroups.build(dist.group.WORLD, tile) for tile in job.tiles]
+    costs = job.costs or [None] * len(job.tiles)
+    built = [MeshGroups.build(dist.group.WORLD, t, costs=c) for t, c in zip(job.tiles, costs, strict=True)]
     singles: list[Measured] = []
     runs: list[list[Measured]] = [[] for _ in built]
     for number in range(job.repeats + 1):

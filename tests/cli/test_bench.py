@@ -28,6 +28,7 @@ from megatron_mesh_cp.plan import Direction
 from megatron_mesh_cp.schedule import make_plan
 from megatron_mesh_cp.simulate import simulate
 from megatron_mesh_cp.tile import TileShape
+from megatron_mesh_cp.tune import costs_for
 
 JOB = Job(
     ranks=4,
@@ -52,7 +53,9 @@ def bytes_of(tile: list[int], direction: Direction, shape: AttentionShape) -> in
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--full", "--exchange", "shift", "--kernel", "reference"]], ids=["causal", "full"]
+    "more",
+    [[], ["--full", "--exchange", "shift", "--kernel", "reference", "--cluster", "cpu-gloo"]],
+    ids=["causal", "full, planned for a cluster"],
 )
 def test_json_holds_measured_bytes_and_errors_and_stdout_nothing_else(more):
     argv = "--ranks 4 --tiles 1x4,2x2 --seq-len 64 --heads 4 --kv-heads 2 --head-dim 8 --batch 2 --repeats 1 --json"
@@ -80,15 +83,19 @@ def test_json_holds_measured_bytes_and_errors_and_stdout_nothing_else(more):
 
 def test_the_simulated_time_is_beside_the_measured_one(capsys, monkeypatch):
     exact = replace(SANE, error=0.0)
-    monkeypatch.setattr(bench_ranks, "run_job", lambda job: Result(exact, (exact, exact)))
+    jobs: list[Job] = []
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: jobs.append(job) or Result(exact, (exact, exact)))
     argv = ["bench", "--cluster", "h100-ndr", "--dtype", "float64", "--full"]
     assert main([*argv, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["cluster"] == "h100-ndr"
     shape = AttentionShape(1024, 1, 8, 8, 64, item_bytes=8, stat_bytes=8)
-    for row in said["rows"]:
-        plans = [make_plan(TileShape(*row["tile"]), direction) for direction in Direction]
-        want = [simulate(plan, load_cluster("h100-ndr"), shape, causal=False).seconds for plan in plans]
+    cluster = load_cluster("h100-ndr")
+    for row, costs in zip(said["rows"], jobs[0].costs, strict=True):
+        tile = TileShape(*row["tile"])
+        assert costs == {d: costs_for(cluster, shape, tile, d, causal=False) for d in Direction}
+        plans = [make_plan(tile, d, "direct", costs[d]) for d in Direction]
+        want = [simulate(plan, cluster, shape, causal=False).seconds for plan in plans]
         assert row["predicted_seconds"] == pytest.approx(sum(want))
     assert main(argv) == 0
     assert "simulated" in capsys.readouterr().out
