@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,13 +63,15 @@ class KernelRates:
 
     def __post_init__(self) -> None:
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"lengths must be one or more tokens, ascending, got {list(self.lengths)}")
+            raise ValueError(f"kernel.lengths must be one or more tokens, ascending, got {list(self.lengths)}")
         for length in self.lengths:
             _check_positive("lengths", length)
         for name in _RATES:
             rates = getattr(self, name)
             if len(rates) != len(self.lengths):
-                raise ValueError(f"{name} has {len(rates)} rates for {len(self.lengths)} lengths; give one for each")
+                raise ValueError(
+                    f"kernel.{name} has {len(rates)} rates for {len(self.lengths)} lengths; give one for each"
+                )
             for rate in rates:
                 _check_positive(name, rate)
 
@@ -118,6 +121,12 @@ class Cluster:
             raise ValueError(
                 f"nics_per_node {self.nics_per_node} with gpus_per_node {self.gpus_per_node}: a GPU uses one NIC; "
                 f"where it has several, give nics_per_node {self.gpus_per_node} and the bandwidth of them together"
+            )
+        if self.gpus_per_node % self.nics_per_node:
+            fits = [str(k) for k in range(1, self.gpus_per_node + 1) if self.gpus_per_node % k == 0]
+            raise ValueError(
+                f"nics_per_node {self.nics_per_node} with gpus_per_node {self.gpus_per_node}: as many GPUs must share "
+                f"each NIC; it could be {', '.join(fits)}"
             )
         # Megatron-Bridge PR 2665: a bench that printed 1937 TFLOP/s had skipped its work.
         for field in _RATES:
@@ -177,6 +186,8 @@ def parse_cluster(text: str) -> Cluster:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if value is None:
+        raise ValueError("the file is empty; for the form of a cluster file see those in configs/clusters")
     sizes = ("gpus_per_node", "nics_per_node", "memory_gb", "peak_tflops")
     top = _Section(value, ("name", "device", "description", *sizes, "links", "kernel"))
     links = top.section("links", ("intra", "inter"))
@@ -214,8 +225,13 @@ def _find(name_or_path: str) -> Path:
             "the project's configs/clusters is not in this installation, so that no name is known; give the path of a "
             "YAML FILE (`mesh-cp calibrate` writes one)"
         )
+    if name_or_path == "auto":
+        raise ValueError(
+            "plan, tune, compare and bench must know the machine; give a name "
+            f"({', '.join(names)}) or a YAML FILE (`mesh-cp calibrate` writes one)"
+        )
     raise ValueError(
-        f"unknown cluster{_nearest(name_or_path, names)}; known are {', '.join(names)}, or give a YAML FILE"
+        f"unknown cluster{_nearest(name_or_path, names)} known are {', '.join(names)}, or give a YAML FILE"
     )
 
 
@@ -236,7 +252,7 @@ class _Section:
         for key in value:
             if key not in fields:
                 raise ValueError(
-                    f"unknown field {prefix}{key}{_nearest(str(key), fields)}; the fields are {', '.join(fields)}"
+                    f"unknown field {prefix}{key}{_nearest(str(key), fields)} the fields are {', '.join(fields)}"
                 )
         missing = [prefix + field for field in fields if field not in value]
         if missing:
@@ -283,7 +299,17 @@ class _Loader(yaml.SafeLoader):
 def _check_positive(name: str, value: object, or_zero: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
-        raise ValueError(f"{name} must be {'zero or ' if or_zero else ''}a positive number, got {value!r}")
+        raise ValueError(
+            f"{name} must be {'zero or ' if or_zero else ''}a positive number, got {value!r}{_hint(value)}"
+        )
+
+
+def _hint(value: object) -> str:
+    """How to write a number that YAML 1.1 takes for a text, such as 1e-3, which has no dot."""
+    match = re.fullmatch(r"([+-]?[0-9]+)(\.[0-9]*)?[eE]([+-]?)([0-9]+)", value) if isinstance(value, str) else None
+    if match is None:
+        return ""
+    return f", a text to YAML; write {match[1]}{match[2] or '.0'}e{match[3] or '+'}{match[4]}"
 
 
 def _check_count(name: str, value: object) -> None:
@@ -293,4 +319,4 @@ def _check_count(name: str, value: object) -> None:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else ";"

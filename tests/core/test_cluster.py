@@ -180,6 +180,15 @@ def test_block_seconds_of_another_v_head_dim_and_of_one_token(cluster):
         ({"gpus_per_node": 7.5}, "gpus_per_node must be a positive whole number, got 7.5"),
         ({"nics_per_node": True}, "nics_per_node must be a positive whole number, got True"),
         ({"nics_per_node": 9}, "nics_per_node 9 with gpus_per_node 8: a GPU uses one NIC"),
+        (
+            {"nics_per_node": 3},
+            "nics_per_node 3 with gpus_per_node 8: as many GPUs must share each NIC; it could be 1",
+        ),
+        (
+            {"links__intra__latency_us": "1e-300"},
+            "links.intra.latency_us must be zero or a positive number, got '1e-300', a text to YAML; write 1.0e-300",
+        ),
+        ({"peak_tflops": "1.5e3"}, "peak_tflops must be a positive number, got '1.5e3', a text to YAML; write 1.5e+3"),
         ({"memory_gb": -80}, "memory_gb must be a positive number, got -80"),
         ({"peak_tflops": "fast"}, "peak_tflops must be a positive number, got 'fast'"),
         ({"peak_tflops": 599}, "kernel.forward_full at 4096 tokens is 600 TFLOP/s, above peak_tflops 599 of Toy 1"),
@@ -195,7 +204,7 @@ def test_block_seconds_of_another_v_head_dim_and_of_one_token(cluster):
         ({"memory_gb": None, "name": None}, "missing fields name, memory_gb"),
         ({"links__inter": None}, "missing field links.inter"),
         ({"kernel__source": None}, "missing field kernel.source"),
-        ({"nic_per_node": 4}, "unknown field nic_per_node; did you mean nics_per_node?"),
+        ({"nic_per_node": 4}, "unknown field nic_per_node; did you mean nics_per_node? the fields are name, "),
         ({"links__inter__latency_ms": 4}, "unknown field links.inter.latency_ms; did you mean latency_us?"),
         ({"kernel__forward": 4}, "unknown field kernel.forward; did you mean forward_full?"),
         ({"kernel__zzz": 4}, "unknown field kernel.zzz; the fields are head_dim, lengths,"),
@@ -203,10 +212,10 @@ def test_block_seconds_of_another_v_head_dim_and_of_one_token(cluster):
         ({"links__inter": [4]}, "links.inter must be a mapping of `key: value` lines, got [4]"),
         ({"kernel__lengths": 1024}, "kernel.lengths must be a list such as [512, 1024], got 1024"),
         ({"kernel__lengths": [1024, "4k"]}, "kernel.lengths must be a positive whole number, got '4k'"),
-        ({"kernel__lengths": [4096, 1024]}, "lengths must be one or more tokens, ascending, got [4096, 1024]"),
-        ({"kernel__lengths": [1024, 1024]}, "lengths must be one or more tokens, ascending, got [1024, 1024]"),
-        ({"kernel__lengths": []}, "lengths must be one or more tokens, ascending, got []"),
-        ({"kernel__forward_causal": [300]}, "forward_causal has 1 rates for 2 lengths; give one for each"),
+        ({"kernel__lengths": [4096, 1024]}, "kernel.lengths must be one or more tokens, ascending, got [4096, 1024]"),
+        ({"kernel__lengths": [1024, 1024]}, "kernel.lengths must be one or more tokens, ascending, got [1024, 1024]"),
+        ({"kernel__lengths": []}, "kernel.lengths must be one or more tokens, ascending, got []"),
+        ({"kernel__forward_causal": [300]}, "kernel.forward_causal has 1 rates for 2 lengths; give one for each"),
         ({"kernel__forward_full": [400, 0]}, "kernel.forward_full must be a positive number, got 0"),
         ({"kernel__head_dim": 0}, "kernel.head_dim must be a positive whole number, got 0"),
     ],
@@ -224,7 +233,8 @@ def test_rejects_a_wrong_file_in_one_line_that_names_the_field(changes, says, tm
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "a cluster file must be a mapping of `key: value` lines, got None"),
+        (b"", "the file is empty"),
+        (b"# nothing yet\n", "the file is empty"),
         (b"- h100\n", "a cluster file must be a mapping of `key: value` lines, got ['h100']"),
         (b"name: [\n", "not valid YAML"),
         (b"name: a\n\nname: b\n", "name is given twice"),
@@ -244,10 +254,12 @@ def test_rejects_what_is_no_cluster_file(content, says, tmp_path):
 
 
 def test_rejects_an_unknown_name_with_the_nearest_and_all_of_them():
-    with pytest.raises(ValueError, match=r"^--cluster h100: unknown cluster; did you mean h100-ndr\?; known are a100-"):
+    with pytest.raises(ValueError, match=r"^--cluster h100: unknown cluster; did you mean h100-ndr\? known are a100-"):
         load_cluster("h100")
     with pytest.raises(ValueError, match=r"^--mesh-cluster zzz: unknown cluster; known are a100-hdr, .*YAML FILE$"):
         load_cluster("zzz", "--mesh-cluster")
+    with pytest.raises(ValueError, match=r"^--cluster auto: plan, tune, compare and bench must .*h100-ndr.* YAML FILE"):
+        load_cluster("auto")
 
 
 def test_rejects_a_file_that_cannot_be_read(tmp_path):
