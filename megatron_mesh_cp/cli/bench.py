@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_mesh_cp.cli.options import check_output
+from megatron_mesh_cp.cli.options import MOST_STARTED, Whole, check_output, parse_count
 from megatron_mesh_cp.cli.report import console
 from megatron_mesh_cp.cluster import Cluster, load_cluster
 from megatron_mesh_cp.tile import TileShape
@@ -36,18 +36,18 @@ def add_parser(subparsers) -> None:
         description="Run attention forward and backward over gloo ranks on the CPUs of this machine, with every "
         "tile, and set it beside one process that attends to the whole sequence.",
     )
-    parser.add_argument("--ranks", type=int, default=4, help="context-parallel ranks to start (%(default)s)")
+    parser.add_argument("--ranks", action=Whole, default=4, help="context-parallel ranks to start (%(default)s)")
     parser.add_argument("--tiles", default="1x4,2x2", help="tiles AxB with A*B = ranks, by comma (%(default)s)")
-    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of the whole sequence (%(default)s)")
-    parser.add_argument("--heads", type=int, default=8, help="query heads (%(default)s)")
-    parser.add_argument("--kv-heads", type=int, help="KV heads (default: as --heads)")
-    parser.add_argument("--head-dim", type=int, default=64, help="head dimension (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="batch size (%(default)s)")
+    parser.add_argument("--seq-len", default="4k", help="tokens of the whole sequence; k = 1024 (%(default)s)")
+    parser.add_argument("--heads", action=Whole, default=8, help="query heads (%(default)s)")
+    parser.add_argument("--kv-heads", action=Whole, help="KV heads (default: as --heads)")
+    parser.add_argument("--head-dim", action=Whole, default=64, help="head dimension (%(default)s)")
+    parser.add_argument("--batch", action=Whole, default=1, help="batch size (%(default)s)")
     parser.add_argument("--dtype", choices=tuple(_MAX_ERROR), default="float32", help="(%(default)s)")
     parser.add_argument("--exchange", default="direct", help="direct or shift (%(default)s)")
     parser.add_argument("--kernel", default="auto", help="auto, sdpa or reference (%(default)s)")
     parser.add_argument("--full", action="store_true", help="no causal mask (default: causal)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs; the best counts (%(default)s)")
+    parser.add_argument("--repeats", action=Whole, default=3, help="measured runs; the best counts (%(default)s)")
     parser.add_argument(
         "--time-limit", type=float, default=1800, metavar="SECONDS", help="end hanging ranks then (%(default)s)"
     )
@@ -65,8 +65,8 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the bench; 0, or 1 where the ranks fail or hang. Raises ValueError for bad input and unbelievable results."""
     job = checked_job(args)
-    trace = check_output(args.trace, "--trace", (".json",)) if args.trace else None
-    cluster = load_cluster(args.cluster) if args.cluster else None
+    trace = check_output(args.trace, "--trace", (".json",)) if args.trace is not None else None
+    cluster = load_cluster(args.cluster) if args.cluster is not None else None
     if cluster:
         job = replace(job, costs=tuple(planned_costs(job, tile, cluster) for tile in job.tiles))
     from megatron_mesh_cp.cli.bench_ranks import run_job
@@ -108,10 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
 def checked_job(args: argparse.Namespace) -> Job:
     """Everything that can be refused before a rank starts. Raises ValueError naming the flag."""
-    for flag in ("ranks", "seq_len", "heads", "kv_heads", "head_dim", "batch", "repeats"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {value}: must be at least 1")
+    if args.ranks > MOST_STARTED:
+        raise ValueError(f"--ranks {args.ranks}: at most {MOST_STARTED} ranks are started on one machine")
+    seq_len = parse_count(args.seq_len, "--seq-len")
     if not (args.time_limit > 0 and math.isfinite(args.time_limit)):
         raise ValueError(f"--time-limit {args.time_limit:g}: must be a positive number of seconds")
     tiles = tuple(TileShape.parse(text, "--tiles") for text in args.tiles.split(","))
@@ -128,8 +127,8 @@ def checked_job(args: argparse.Namespace) -> Job:
     try:
         for tile in tiles:
             tile.check_size(args.ranks, "--tiles")
-        check_seq_len(args.seq_len, args.ranks, flag="--seq-len")
-        check_exchange(args.exchange)
+        check_seq_len(seq_len, args.ranks, flag="--seq-len")
+        check_exchange(args.exchange, "--exchange")
     except ValueError as error:  # the checks speak of what --ranks is called elsewhere
         raise ValueError(str(error).replace("context_parallel_size", "--ranks")) from None
 
@@ -143,7 +142,7 @@ def checked_job(args: argparse.Namespace) -> Job:
     return Job(
         ranks=args.ranks,
         tiles=tiles,
-        seq_len=args.seq_len,
+        seq_len=seq_len,
         heads=args.heads,
         kv_heads=kv_heads,
         head_dim=args.head_dim,

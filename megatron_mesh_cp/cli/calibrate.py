@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_mesh_cp.cli.bench import PEAK_TFLOPS, cores
+from megatron_mesh_cp.cli.options import MOST_STARTED, Whole, check_output
 from megatron_mesh_cp.cluster import parse_cluster
 
 if TYPE_CHECKING:
@@ -36,17 +37,17 @@ def add_parser(subparsers) -> None:
         description="Measure gloo ranks on the CPUs of this machine: how fast they exchange messages, and how fast "
         "each runs the sdpa kernel while all the others do too. The result is a cluster file for `--cluster FILE`.",
     )
-    parser.add_argument("--output", required=True, metavar="FILE", help="the YAML file to write")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write, .yaml or .yml")
     parser.add_argument("--name", help="name of the cluster (default: that of the file)")
     parser.add_argument("--force", action="store_true", help="overwrite FILE where it is there already")
-    parser.add_argument("--ranks", type=int, default=4, help="ranks to start (%(default)s)")
-    parser.add_argument("--heads", type=int, default=8, help="heads of the kernel (%(default)s)")
-    parser.add_argument("--head-dim", type=int, default=64, help="head dimension (%(default)s)")
+    parser.add_argument("--ranks", action=Whole, default=4, help="ranks to start (%(default)s)")
+    parser.add_argument("--heads", action=Whole, default=8, help="heads of the kernel (%(default)s)")
+    parser.add_argument("--head-dim", action=Whole, default=64, help="head dimension (%(default)s)")
     parser.add_argument(
         "--lengths", default="128,256,512,1024,2048", help="chunk lengths in tokens, by comma (%(default)s)"
     )
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="(%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="measured runs; the best counts (%(default)s)")
+    parser.add_argument("--repeats", action=Whole, default=5, help="measured runs; the best counts (%(default)s)")
     parser.add_argument(
         "--time-limit", type=float, default=600, metavar="SECONDS", help="end hanging ranks then (%(default)s)"
     )
@@ -56,8 +57,11 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and write the file; 0, or 1 where the ranks fail or hang. Raises ValueError for bad input."""
     job = checked_job(args)
-    path, name = Path(args.output), args.name or Path(args.output).stem
-    check_output(path, args.force)
+    if args.name is not None and not args.name.strip():
+        raise ValueError(f"--name {args.name!r}: must be a text, or leave it out for the name of the file")
+    check_new(args.output, args.force)
+    path = check_output(args.output, "--output", (".yaml", ".yml"))
+    name = path.stem if args.name is None else args.name
     from megatron_mesh_cp.cli.calibrate_ranks import run_job
     from megatron_mesh_cp.cli.gloo_ranks import RanksError
 
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     text = cluster_text(name, job, result)
     parse_cluster(text)  # refuses rates above the peak, before anything is written
-    check_output(path, args.force)
+    check_new(args.output, args.force)  # others may have written it meanwhile
     path.write_text(text, encoding="utf-8")
     if args.json:
         print(json.dumps(as_json(name, path, job, result), allow_nan=False))
@@ -85,11 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 def checked_job(args: argparse.Namespace) -> Job:
     """Everything that can be refused before a rank starts. Raises ValueError naming the flag."""
-    for flag in ("heads", "head_dim", "repeats"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be at least 1")
     if args.ranks < 2:
         raise ValueError(f"--ranks {args.ranks}: must be at least 2, since a link has two ends")
+    if args.ranks > MOST_STARTED:
+        raise ValueError(f"--ranks {args.ranks}: at most {MOST_STARTED} ranks are started on one machine")
     if not (args.time_limit > 0 and math.isfinite(args.time_limit)):
         raise ValueError(f"--time-limit {args.time_limit:g}: must be a positive number of seconds")
     words = args.lengths.split(",")
@@ -107,12 +110,10 @@ def checked_job(args: argparse.Namespace) -> Job:
     return Job(args.ranks, args.heads, args.head_dim, lengths, dtype, args.repeats, args.time_limit)
 
 
-def check_output(path: Path, force: bool) -> None:
-    """Raise ValueError where the file must not or cannot be written."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--output {path}: must be a file in a directory that is there")
-    if path.exists() and not force:
-        raise ValueError(f"--output {path}: is there already; choose another name, or overwrite it with --force")
+def check_new(text: str, force: bool) -> None:
+    """Raise ValueError where a file is there that must not be overwritten."""
+    if Path(text).is_file() and not force:
+        raise ValueError(f"--output {text}: is there already; choose another name, or overwrite it with --force")
 
 
 def fit_link(messages: dict[int, float]) -> tuple[float, float]:
@@ -244,12 +245,12 @@ def link_table(job: Job, result: Result) -> tuple[str, Table]:
     latency, bandwidth = fit_link(result.messages)
     heading = (
         f"Link: {job.ranks} gloo ranks on {cores()} CPU core(s); each sends to the next and receives at once\n"
-        f"latency {latency * 1e6:.3g} us, bandwidth {bandwidth / 1e9:.3g} GB/s in each direction"
+        f"latency {_plain(latency * 1e6)} us, bandwidth {_plain(bandwidth / 1e9)} GB/s in each direction"
     )
     rows = []
     for size, seconds in result.messages.items():
         fitted = latency + size / bandwidth
-        rows.append((str(size), f"{seconds * 1e6:.0f}", f"{fitted * 1e6:.0f}", f"{size / seconds / 1e9:.2f}"))
+        rows.append((str(size), f"{seconds * 1e6:.0f}", f"{fitted * 1e6:.0f}", _plain(size / seconds / 1e9)))
     return heading, _table(("bytes", "us", "fitted us", "GB/s"), rows)
 
 
@@ -261,7 +262,7 @@ def kernel_table(job: Job, result: Result) -> tuple[str, Table]:
         f"best of {job.repeats}"
     )
     rows = [
-        (str(length), *(f"{rate / 1e9:.3g}" for rate in row))
+        (str(length), *(_plain(rate / 1e9) for rate in row))
         for length, *row in zip(job.lengths, *by_kind.values(), strict=True)
     ]
     return heading, _table(("tokens", *(kind.replace("_", " ") for kind in by_kind)), rows)

@@ -7,9 +7,16 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_mesh_cp.cli.options import PICTURES, Setting, add_setting_options, check_output, read_settings
+from megatron_mesh_cp.cli.options import (
+    PICTURES,
+    Setting,
+    add_setting_options,
+    check_device_memory,
+    check_output,
+    read_settings,
+)
 from megatron_mesh_cp.cli.plan import add_tile_options, choose
-from megatron_mesh_cp.cli.report import console, milliseconds, new_table, progress_bar, size
+from megatron_mesh_cp.cli.report import console, limit, milliseconds, new_table, progress_bar, size
 from megatron_mesh_cp.peers import Peer, compare_peers
 
 if TYPE_CHECKING:
@@ -32,7 +39,7 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare; 0. Raises ValueError for bad input."""
     settings = read_settings(args)
-    plot = check_output(args.plot, "--plot", PICTURES) if args.plot else None
+    plot = check_output(args.plot, "--plot", PICTURES) if args.plot is not None else None
     rows: list[dict] = []
     with progress_bar("settings") as progress:
         for done, setting in enumerate(settings):
@@ -51,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     for setting in settings:
         out.print(table(setting, _of(setting, rows)))
     for line in _impossible(rows):
+        out.print(line, soft_wrap=True)
+    for line in _too_much(settings, rows):
         out.print(line, soft_wrap=True)
     if len(settings) > 1:
         out.print(_summary_line(summary(rows)), soft_wrap=True)
@@ -102,6 +111,7 @@ def rows_of(setting: Setting, peers: Sequence[Peer]) -> list[dict]:
                 "time_ms_backward": None if seconds is None else 1e3 * peer.seconds_backward,
                 "wait_share": peer.wait_share,
                 "peak_bytes": peer.peak_bytes,
+                "fits_device": None if peer.impossible else not check_device_memory(peer.peak_bytes, setting.cluster),
                 "speedup": None if seconds is None else ring_seconds / seconds,
                 "reduction": None if sent is None else 1 - sent / ring_bytes if ring_bytes else 0.0,
                 "note": peer.note,
@@ -152,7 +162,7 @@ def table(setting: Setting, rows: Sequence[dict]) -> Table:
             milliseconds(row["time_ms"] / 1e3),
             f"{row['speedup']:.2f}x",
             f"{row['wait_share']:.1%}",
-            size(row["peak_bytes"]),
+            limit(row["peak_bytes"]),
             style="bold" if row["algo"] == "mesh" else None,
         )
     return out
@@ -167,6 +177,19 @@ def _impossible(rows: Sequence[dict]) -> list[str]:
             if row["cp"] not in sizes:
                 sizes.append(row["cp"])
     return [f"{algo} cannot run at CP {', '.join(map(str, s))}: {why}." for (algo, why), s in reasons.items()]
+
+
+def _too_much(settings: Sequence[Setting], rows: Sequence[dict]) -> list[str]:
+    """One line where an algorithm holds more than a GPU has."""
+    where: dict[str, list[str]] = {}
+    for row in rows:
+        if row["fits_device"] is False:
+            where.setdefault(f"CP {row['cp']}, {row['seq_len']:,} tokens", []).append(row["algo"])
+    if not where:
+        return []
+    most = max(row["peak_bytes"] for row in rows if not row["impossible"])
+    said = "; ".join(f"{', '.join(algos)} at {setting}" for setting, algos in where.items())
+    return [f"Warning: does not fit: {said}; a peak of {check_device_memory(most, settings[0].cluster)}."]
 
 
 def _summary_line(s: dict) -> str:

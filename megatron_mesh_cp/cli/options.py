@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_mesh_cp.cli.report import limit
 from megatron_mesh_cp.cluster import Cluster, load_cluster
 from megatron_mesh_cp.cost import AttentionShape, check_heads
 from megatron_mesh_cp.layout import check_seq_len
 from megatron_mesh_cp.network import check_tp
-from megatron_mesh_cp.tune import MemoryLimitError
 from megatron_mesh_cp.units import parse_size
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of an element
 PICTURES = (".png", ".svg", ".pdf")
+MOST_PLANNED = 4096  # CP ranks; the time of a plan and of its check over all ranks grows with their square
+MOST_STARTED = 256  # ranks on one machine: each is a process that imports torch
+
+
+class Whole(argparse.Action):
+    """An option that takes a whole number, least or more; its errors begin with the option and what was typed."""
+
+    def __init__(self, *args, least: int = 1, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.least = least
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        flag = self.option_strings[0]
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", values):
+            raise ValueError(f"{flag} {values or repr('')}: must be a {'positive ' if self.least else ''}whole number")
+        if int(values) < self.least:
+            raise ValueError(f"{flag} {values}: must be at least {self.least}")
+        setattr(namespace, self.dest, int(values))
 
 
 @dataclass(frozen=True)
@@ -67,12 +84,12 @@ def add_setting_options(parser: argparse.ArgumentParser, lists: bool = False) ->
     parser.add_argument(
         "--seq-len", required=True, metavar="TOKENS", help=f"the whole sequence; 128k, 1m = 1024 * 1024{several}"
     )
-    parser.add_argument("--heads", type=int, required=True, help="query heads of the model")
-    parser.add_argument("--kv-heads", type=int, help="KV heads of the model (default: as --heads)")
-    parser.add_argument("--head-dim", type=int, default=128, help="head dimension (%(default)s)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at a time (%(default)s)")
+    parser.add_argument("--heads", action=Whole, required=True, help="query heads of the model")
+    parser.add_argument("--kv-heads", action=Whole, help="KV heads of the model (default: as --heads)")
+    parser.add_argument("--head-dim", action=Whole, default=128, help="head dimension (%(default)s)")
+    parser.add_argument("--batch", action=Whole, default=1, help="sequences at a time (%(default)s)")
     parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel size; CP ranks are so far apart (%(default)s)"
+        "--tp", action=Whole, default=1, help="tensor-parallel size; CP ranks are so far apart (%(default)s)"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of what is sent (%(default)s)")
     parser.add_argument("--full", action="store_true", help="no causal mask (default: causal)")
@@ -84,12 +101,13 @@ def add_setting_options(parser: argparse.ArgumentParser, lists: bool = False) ->
 
 def read_setting(args: argparse.Namespace) -> Setting:
     """The one setting that the options describe. Raises ValueError naming the option."""
-    return _setting(args, _size(args.cp, "--cp"), _size(args.seq_len, "--seq-len"), _cluster(args))
+    cp, seq_len = parse_count(args.cp, "--cp"), parse_count(args.seq_len, "--seq-len")
+    return _setting(args, cp, seq_len, load_cluster(args.cluster))
 
 
 def read_settings(args: argparse.Namespace) -> list[Setting]:
     """All settings, each --cp with each --seq-len, ascending. Raises ValueError naming the option."""
-    cluster = _cluster(args)
+    cluster = load_cluster(args.cluster)
     return [
         _setting(args, cp, seq_len, cluster)
         for cp in _sizes(args.cp, "--cp")
@@ -105,20 +123,18 @@ def parse_bytes(text: str, flag: str) -> int:
         raise ValueError(f"{flag} {error}") from None
 
 
-def memory_error(text: str, error: MemoryLimitError) -> ValueError:
-    """The error for people where no tile fits --memory-limit, with a limit that would do."""
-    enough = f"{math.ceil(error.smallest / 1e6) / 1e3:g}GB"
-    return ValueError(
-        f"--memory-limit {text}: no tile fits; the smallest need is {error.smallest:,} bytes a rank, so {enough} would "
-        "do; or raise --cp or --tp, or lower --seq-len or --batch"
-    )
+def check_device_memory(peak: int, cluster: Cluster) -> str:
+    """What to warn of where a GPU of the cluster cannot hold so many bytes; nothing where it can."""
+    if peak <= cluster.memory:
+        return ""
+    return f"{limit(peak)} is more than the {cluster.memory / 1e9:g} GB of one {cluster.device}"
 
 
 def check_output(text: str, flag: str, endings: tuple[str, ...]) -> Path:
     """The path of a file to write. Raises ValueError where it has another ending or cannot be written."""
     path = Path(text)
     if path.suffix.lower() not in endings:
-        raise ValueError(f"{flag} {text}: the name must end in {' or '.join(endings)}")
+        raise ValueError(f"{flag} {text or repr('')}: the name must end in {' or '.join(endings)}")
     try:
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"{flag} {text}: must be a file in a directory that is there")
@@ -132,15 +148,9 @@ def check_output(text: str, flag: str, endings: tuple[str, ...]) -> Path:
     return path
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    for flag in ("heads", "kv_heads", "head_dim", "batch", "tp"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {value}: must be at least 1")
-    return load_cluster(args.cluster)
-
-
 def _setting(args: argparse.Namespace, cp: int, seq_len: int, cluster: Cluster) -> Setting:
+    if cp > MOST_PLANNED:
+        raise ValueError(f"--cp {cp}: the planner takes {MOST_PLANNED} ranks at most")
     kv_heads = args.heads if args.kv_heads is None else args.kv_heads
     check_heads(args.heads, kv_heads, "--heads", "--kv-heads")
     for flag, heads in (("--heads", args.heads), ("--kv-heads", kv_heads)):
@@ -164,16 +174,21 @@ def _setting(args: argparse.Namespace, cp: int, seq_len: int, cluster: Cluster) 
 
 
 def _sizes(text: str, flag: str) -> list[int]:
-    sizes = [_size(word, flag) for word in text.split(",")]
+    sizes = [parse_count(word, flag, text) for word in text.split(",")]
     twice = next((word for word in sizes if sizes.count(word) > 1), None)
     if twice is not None:
         raise ValueError(f"{flag} {text}: {twice} is there {sizes.count(twice)} times; name it once")
     return sorted(sizes)
 
 
-def _size(text: str, flag: str) -> int:
-    match = re.fullmatch(r"\s*(\d+)([kKmM]?)\s*", text)
+def parse_count(text: str, flag: str, whole: str = "") -> int:
+    """16, 128k = 128 * 1024, 1m. whole: the list that the text is from. Raises ValueError naming the flag."""
+    if not text.strip() and "," in whole:
+        raise ValueError(f"{flag} {whole}: there is an empty entry; leave out the comma too much")
+    match = re.fullmatch(r"\s*([0-9]+)([kKmM]?)\s*", text)
     size = int(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0
     if size < 1:
-        raise ValueError(f"{flag} {text}: must be a positive whole number, such as 16, 128k (k = 1024) or 1m")
+        raise ValueError(
+            f"{flag} {text or repr('')}: must be a positive whole number, such as 16, 128k (k = 1024) or 1m"
+        )
     return size

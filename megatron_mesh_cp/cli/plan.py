@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_mesh_cp.cli.memory import Needs, memory_error
 from megatron_mesh_cp.cli.options import (
     PICTURES,
     Setting,
+    Whole,
     add_setting_options,
+    check_device_memory,
     check_output,
-    memory_error,
     parse_bytes,
     read_setting,
 )
-from megatron_mesh_cp.cli.report import console, milliseconds, new_table, share, size
+from megatron_mesh_cp.cli.report import console, limit, milliseconds, new_table, share, size, spinner
 from megatron_mesh_cp.cost import AttentionShape, total_bytes
 from megatron_mesh_cp.plan import EXCHANGES, Channel, Direction, Plan, sent_messages
 from megatron_mesh_cp.tile import TileShape
@@ -41,7 +43,9 @@ def add_parser(subparsers) -> None:
     )
     add_setting_options(parser)
     add_tile_options(parser)
-    parser.add_argument("--rank", type=int, default=0, help="the CP rank to show and to draw (%(default)s)")
+    parser.add_argument(
+        "--rank", action=Whole, least=0, default=0, help="the CP rank to show and to draw (%(default)s)"
+    )
     parser.add_argument("--show", action="store_true", help="print what --rank does, event by event")
     parser.add_argument("--plot", metavar="FILE", help="draw the assignment matrix and the step chart (png, svg, pdf)")
     parser.add_argument("--trace", metavar="FILE.json", help="write a trace for ui.perfetto.dev or chrome://tracing")
@@ -68,13 +72,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--rank {args.rank} with --cp {setting.cp}: it must be 0 to {setting.cp - 1}")
     if args.show and args.json:
         raise ValueError("--show with --json: stdout holds the JSON and nothing else; leave one of them out")
-    if args.trace_ranks and not args.trace:
+    if args.trace_ranks is not None and args.trace is None:
         raise ValueError(f"--trace-ranks {args.trace_ranks} without --trace: name the file to write")
-    plot = check_output(args.plot, "--plot", PICTURES) if args.plot else None
-    trace = check_output(args.trace, "--trace", (".json",)) if args.trace else None
+    plot = check_output(args.plot, "--plot", PICTURES) if args.plot is not None else None
+    trace = check_output(args.trace, "--trace", (".json",)) if args.trace is not None else None
     ranks = trace_ranks(args.trace_ranks, args.rank, setting)
-    decision = choose(args, setting)
-    proofs = [verify(candidate.plan) for candidate in (decision.forward, decision.backward)]
+    with spinner("planning"):
+        decision = choose(args, setting)
+    with spinner(f"checking the plans over {setting.cp} ranks"):
+        proofs = [verify(candidate.plan) for candidate in (decision.forward, decision.backward)]
     said = as_json(setting, decision)
     if plot:
         from megatron_mesh_cp.cli.plots import draw_plan
@@ -110,28 +116,37 @@ def choose(args: argparse.Namespace, setting: Setting) -> Decision:
             TileShape.parse(text, flag).check_size(setting.cp, flag)
         except ValueError as error:
             raise ValueError(str(error).replace("context_parallel_size", "--cp")) from None
-    limit = parse_bytes(args.memory_limit, "--memory-limit") if args.memory_limit else None
+    most = None if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     tile, backward, asked = args.tile, args.tile_backward, ""
-    how = {"exchange": args.exchange, "tp": setting.tp, "causal": setting.causal, "memory_limit": limit}
+    how = {"exchange": args.exchange, "tp": setting.tp, "causal": setting.causal, "memory_limit": most}
     try:
         if args.by == "bytes" and "auto" in (tile, backward):
-            tile, backward = fewest_bytes(setting, tile, backward, how)
+            tile, backward = fewest_bytes(setting, tile, backward, args.exchange, most)
             asked = "fewest bytes"
         decision = decide(setting.cp, setting.shape, setting.cluster, tile=tile, backward=backward, **how)
-    except MemoryLimitError as error:
-        raise memory_error(args.memory_limit, error) from None
+    except MemoryLimitError:
+        raise memory_error(args.memory_limit, setting, args.tile, args.tile_backward, args.exchange) from None
     return replace(decision, why=decision.why.replace("as given", asked, 1)) if asked else decision
 
 
-def fewest_bytes(setting: Setting, tile: str, backward: str, how: dict) -> tuple[str, str]:
-    """Tiles that send the fewest bytes, whatever the cluster, in the place of each 'auto'."""
-    n, shape = setting.cp, setting.shape
-    if how["memory_limit"] is not None:  # memory is known of a plan only: all tiles must be planned
-        found = decide(n, shape, None, tile=tile, backward=backward, **how)
-        return str(found.forward.tile), str(found.backward.tile)
+def fewest_bytes(setting: Setting, tile: str, backward: str, exchange: str, most: int | None) -> tuple[str, str]:
+    """Tiles that send the fewest bytes in the place of each 'auto': of all, or of those that fit in `most` bytes.
+
+    Raises MemoryLimitError where none fits.
+    """
+    needs = Needs(setting, exchange)
+
+    def best(*directions: Direction) -> str:
+        if most is None:
+            return str(best_tile(setting.cp, setting.shape, directions[0] if len(directions) == 1 else None))
+        found = needs.fewest_bytes(directions, most)
+        if found is None:
+            raise MemoryLimitError(f"no tile fits {most} bytes", needs.least(tile, backward))
+        return str(found)
+
     if tile == "auto":
-        tile = str(best_tile(n, shape, None if backward == "same" else Direction.FORWARD))
-    return tile, str(best_tile(n, shape, Direction.BACKWARD)) if backward == "auto" else backward
+        tile = best(*Direction) if backward == "same" else best(Direction.FORWARD)
+    return tile, best(Direction.BACKWARD) if backward == "auto" else backward
 
 
 def sent_bytes(plan: Plan, shape: AttentionShape) -> dict[Channel, int]:
@@ -212,6 +227,7 @@ def as_json(setting: Setting, decision: Decision) -> dict:
         "time_ms": {**times, **bounds, "total": sum(times.values())},
         "wait_ms": {name: 1e3 * c.wait for name, c in both.items()},
         "peak_bytes": max(c.peak_bytes for c in both.values()),
+        "fits_device": not check_device_memory(max(c.peak_bytes for c in both.values()), setting.cluster),
         "peak_bytes_by_direction": {name: c.peak_bytes for name, c in both.items()},
     }
 
@@ -237,17 +253,21 @@ def for_people(setting: Setting, decision: Decision, said: dict) -> list[Rendera
     )
     table.add_row("tile", *(str(c.tile) for c in both))
     table.add_row("exchange", *(c.exchange for c in both))
-    table.add_row("links, batches outstanding on a channel", *(f"{c.plan.links}, {c.plan.depth}" for c in both))
+    table.add_row("links that the channels have", *(str(c.plan.links) for c in both))
+    table.add_row("batches outstanding on a channel", *(str(c.plan.depth) for c in both))
     for channel in Channel:
         each = [s[channel.value] for s in sent]
         table.add_row(f"sent by a rank, {channel.value} channel", *map(size, each), size(sum(each)))
     table.add_row("milliseconds", *(milliseconds(c.seconds) for c in both), milliseconds(seconds))
     table.add_row("lower bound of any order", *(milliseconds(c.bound) for c in both), milliseconds(bound))
     table.add_row("waiting, the slowest rank", *(share(c.wait, c.seconds) for c in both), share(wait, seconds))
-    table.add_row("peak of held chunks and results", *(size(c.peak_bytes) for c in both), size(said["peak_bytes"]))
+    table.add_row("peak of held chunks and results", *(limit(c.peak_bytes) for c in both), limit(said["peak_bytes"]))
     total, ring = said["bytes"]["total"], said["bytes"]["ring_total"]
     against = f"{-said['bytes']['reduction']:+.1%} against the ring" if total != ring else "as much as the ring"
     lines = [f"On {setting.machine()}", f"Tile: {decision.why}", f"Sent {size(total)} by each rank, {against}."]
     if any(c.tile.transposed for c in both):
         lines.append("A tile with a t has its column group (K, V), not its row group, on consecutive ranks.")
+    too_much = check_device_memory(said["peak_bytes"], setting.cluster)
+    if too_much:
+        lines.append(f"Warning: does not fit; the peak of {too_much}.")
     return [table, *lines]

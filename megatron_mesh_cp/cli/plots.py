@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_mesh_cp.cli.options import Setting
-from megatron_mesh_cp.cli.report import milliseconds, share, size
+from megatron_mesh_cp.cli.report import limit, milliseconds, share, size
 from megatron_mesh_cp.tile import TileShape
 from megatron_mesh_cp.trace import lanes
 from megatron_mesh_cp.tune import Decision
@@ -90,6 +90,8 @@ def draw_matrix(ax: Axes, tile: TileShape, rank: int, what: str) -> None:
     point = 6.0 * 55 / n  # of a cell's side, in points
     for group, colour in ((rows, _ROW), (columns, _COLUMN)):
         others = [member for member in group if member != rank]
+        if not others:  # a line without points has no extent, which the layout takes for one without end
+            continue
         side = max(2.5, point)  # a square that can be seen, also where a cell is smaller than that
         look = {"markerfacecolor": "none", "markeredgecolor": colour, "markeredgewidth": max(1.2, width)}
         ax.plot(others, others, linestyle="none", marker="s", markersize=side, clip_on=False, **look)
@@ -189,7 +191,7 @@ def _notes(ax: Axes, tile: TileShape, rank: int, setting: Setting, both: Sequenc
     ax.axis("off")
     lines = [
         ("*", _INK, f"own block ({rank}, {rank}): own Q and own K, V"),
-        ("#", _INK, f"tile of CP rank {rank}: {tile.a} x {tile.b} = {tile.size} blocks"),
+        ("#", _INK, f"tile of CP rank {rank}: {tile.a} x {tile.b} = {tile.size} block{'s' if tile.size > 1 else ''}"),
         ("#", _ROW, f"row group, exchanges Q and O:\n{_ranks(tile.row_group(rank))}"),
         ("#", _COLUMN, f"column group, exchanges K and V:\n{_ranks(tile.column_group(rank))}"),
     ]
@@ -214,7 +216,7 @@ def _notes(ax: Axes, tile: TileShape, rank: int, setting: Setting, both: Sequenc
     figures.append(["time, ms", *(milliseconds(c.seconds) for c in both)])
     figures.append(["bound, ms", *(milliseconds(c.bound) for c in both)])
     figures.append(["waiting", *(share(c.wait, c.seconds) for c in both)])
-    figures.append(["peak", *(size(c.peak_bytes) for c in both)])
+    figures.append(["peak", *(limit(c.peak_bytes) for c in both)])
     table = ax.table(figures, bbox=(0.0, 0.02, 0.8, 0.36), edges="horizontal", cellLoc="right")
     table.auto_set_font_size(False)
     table.set_fontsize(10)

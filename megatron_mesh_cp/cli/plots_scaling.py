@@ -57,6 +57,12 @@ def draw_scaling(path: Path, settings: Sequence[Setting], rows: Sequence[dict]) 
                     zorder=4 if ours else 3,
                     label=algo,
                 )
+            what = "bytes" if key == "bytes" else "time, forward + backward"
+            ax.set_title(f"{length:,} tokens: {what}", fontsize=11)
+            if not ax.lines:  # one rank has nobody to send to; a logarithmic axis cannot show 0
+                ax.set_axis_off()
+                ax.text(0.5, 0.5, "one rank sends nothing", transform=ax.transAxes, ha="center", va="center")
+                continue
             ax.set_xscale("log", base=2)
             ax.set_yscale("log")
             ax.xaxis.set_major_locator(FixedLocator(sizes))
@@ -68,8 +74,6 @@ def draw_scaling(path: Path, settings: Sequence[Setting], rows: Sequence[dict]) 
             ax.set_axisbelow(True)
             ax.set_xlabel("context-parallel size")
             ax.set_ylabel(unit)
-            what = "bytes" if key == "bytes" else "time, forward + backward"
-            ax.set_title(f"{length:,} tokens: {what}", fontsize=11)
     figure.suptitle(f"{settings[0].model()}\non {settings[0].machine()}", fontsize=12)
     names = [algo for algo in algorithms if algo in handles]
     figure.legend([handles[a] for a in names], names, loc="outside right center", fontsize=10, frameon=False)

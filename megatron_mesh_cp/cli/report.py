@@ -1,4 +1,4 @@
-"""How `mesh-cp` shows figures to people: sizes and times with their units, and a progress bar on stderr."""
+"""How `mesh-cp` shows figures to people: sizes and times with their units, and on stderr what is being done."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def size(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.{2 if count < 10 else 1}f} {unit}"
+
+
+def limit(count: int, space: str = " ") -> str:
+    """Bytes in decimal units, rounded up at the fourth digit: what --memory-limit takes, and then what fits it."""
+    unit, factor = next(((u, f) for u, f in (("B", 1), ("KB", 10**3), ("MB", 10**6)) if count < 999 * f), ("GB", 10**9))
+    digits = 0 if unit == "B" else 3 if count < 10 * factor else 2 if count < 100 * factor else 1
+    whole, rest = divmod(-(-count * 10**digits // factor), 10**digits)
+    return f"{whole}{f'.{rest:0{digits}d}' if digits else ''}{space}{unit}"
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -61,6 +69,19 @@ def console() -> Console:
 
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=120)
+
+
+@contextmanager
+def spinner(what: str) -> Iterator[None]:
+    """Says on stderr, where that is a terminal, what is being done, until it is."""
+    from rich.console import Console
+
+    stderr = Console(stderr=True)
+    if not stderr.is_terminal:
+        yield
+        return
+    with stderr.status(what):
+        yield
 
 
 @contextmanager

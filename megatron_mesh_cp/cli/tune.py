@@ -7,8 +7,16 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_mesh_cp.cli.options import Setting, add_setting_options, memory_error, parse_bytes, read_setting
-from megatron_mesh_cp.cli.report import console, milliseconds, new_table, progress_bar, share, size
+from megatron_mesh_cp.cli.memory import memory_error
+from megatron_mesh_cp.cli.options import (
+    Setting,
+    Whole,
+    add_setting_options,
+    check_device_memory,
+    parse_bytes,
+    read_setting,
+)
+from megatron_mesh_cp.cli.report import console, limit, milliseconds, new_table, progress_bar, share, size
 from megatron_mesh_cp.plan import EXCHANGES, Direction
 from megatron_mesh_cp.tune import Candidate, Decision, MemoryLimitError, decide, rank_candidates
 
@@ -30,15 +38,13 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--exchange", choices=(*EXCHANGES, "auto"), default="auto", help="(%(default)s)")
     parser.add_argument("--memory-limit", metavar="SIZE", help="of the chunks and results a rank holds, such as 20GB")
-    parser.add_argument("--top", type=int, default=10, metavar="K", help="how many to list (%(default)s)")
+    parser.add_argument("--top", action=Whole, default=10, metavar="K", help="how many to list (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Rank and choose; 0. Raises ValueError for bad input, and where nothing fits the memory limit."""
     setting = read_setting(args)
-    if args.top < 1:
-        raise ValueError(f"--top {args.top}: must be at least 1")
-    limit = parse_bytes(args.memory_limit, "--memory-limit") if args.memory_limit else None
+    most = None if args.memory_limit is None else parse_bytes(args.memory_limit, "--memory-limit")
     exchanges = EXCHANGES if args.exchange == "auto" else (args.exchange,)
     ranked: dict[Direction, list[Candidate]] = {}
     for direction in Direction:
@@ -62,45 +68,51 @@ def run(args: argparse.Namespace) -> int:
             exchange=args.exchange,
             tp=setting.tp,
             causal=setting.causal,
-            memory_limit=limit,
+            memory_limit=most,
         )
-    except MemoryLimitError as error:
-        raise memory_error(args.memory_limit, error) from None
+    except MemoryLimitError:
+        raise memory_error(args.memory_limit, setting, "auto", args.tile_backward, args.exchange) from None
     if args.json:
-        print(json.dumps(as_json(setting, ranked, decision, limit, args.top), allow_nan=False))
+        print(json.dumps(as_json(setting, ranked, decision, most, args.top), allow_nan=False))
         return 0
     out = console()
     out.print(f"Tiles for CP {setting.cp}, {setting.seq_len:,} tokens: {setting.model()}", soft_wrap=True)
     out.print(f"On {setting.machine()}\n", soft_wrap=True)
     for direction, chosen in ((Direction.FORWARD, decision.forward), (Direction.BACKWARD, decision.backward)):
-        out.print(table(direction, ranked[direction], chosen, limit, args.top))
+        out.print(table(direction, ranked[direction], chosen, most, args.top))
     print(f"Choice: forward {_words(decision.forward)}; backward {_words(decision.backward)}.")
     print(f"Why: {decision.why}")
+    peak = max(decision.forward.peak_bytes, decision.backward.peak_bytes)
+    if check_device_memory(peak, setting.cluster):
+        print(f"Warning: the choice does not fit; its peak of {check_device_memory(peak, setting.cluster)}.")
     return 0
 
 
 def as_json(
-    setting: Setting, ranked: dict[Direction, list[Candidate]], decision: Decision, limit: int | None, top: int
+    setting: Setting, ranked: dict[Direction, list[Candidate]], decision: Decision, most: int | None, top: int
 ) -> dict:
-    """The object of --json. Bytes are what each rank sends, times in ms; `fits`: within the memory limit."""
+    """The object of --json. Bytes are what each rank sends, times in ms.
+
+    `fits`: within the memory limit; `fits_device`: within the memory of a GPU of the cluster.
+    """
     return {
         **setting.as_json(),
-        "memory_limit": limit,
+        "memory_limit": most,
         "ranking": {
-            direction.value: [row(candidate, limit) for candidate in candidates[:top]]
+            direction.value: [row(candidate, setting, most) for candidate in candidates[:top]]
             for direction, candidates in ranked.items()
         },
         "candidates": {direction.value: len(candidates) for direction, candidates in ranked.items()},
         "decision": {
-            "forward": row(decision.forward, limit),
-            "backward": row(decision.backward, limit),
+            "forward": row(decision.forward, setting, most),
+            "backward": row(decision.backward, setting, most),
             "time_ms": 1e3 * (decision.forward.seconds + decision.backward.seconds),
             "why": decision.why,
         },
     }
 
 
-def row(c: Candidate, limit: int | None) -> dict:
+def row(c: Candidate, setting: Setting, most: int | None) -> dict:
     """A candidate in the JSON."""
     return {
         "tile": [c.tile.a, c.tile.b],
@@ -111,12 +123,13 @@ def row(c: Candidate, limit: int | None) -> dict:
         "bound_ms": 1e3 * c.bound,
         "wait_ms": 1e3 * c.wait,
         "peak_bytes": c.peak_bytes,
-        "fits": limit is None or c.peak_bytes <= limit,
+        "fits": most is None or c.peak_bytes <= most,
+        "fits_device": not check_device_memory(c.peak_bytes, setting.cluster),
     }
 
 
 def table(
-    direction: Direction, candidates: Sequence[Candidate], chosen: Candidate, limit: int | None, top: int
+    direction: Direction, candidates: Sequence[Candidate], chosen: Candidate, most: int | None, top: int
 ) -> Table:
     """The best of one direction, with the chosen one below where it is not among them."""
     out = new_table(
@@ -124,17 +137,16 @@ def table(
         {
             **dict.fromkeys(("", "tile", "exchange"), "left"),
             **dict.fromkeys(("sent", "ms", "bound ms", "waiting", "peak"), "right"),
-            **({"fits": "left"} if limit is not None else {}),
+            **({"fits": "left"} if most is not None else {}),
         },
     )
     places = [k for k, c in enumerate(candidates) if k < top or c == chosen]
     for place in places:
         c = candidates[place]
         cells = [size(c.bytes), milliseconds(c.seconds), milliseconds(c.bound), share(c.wait, c.seconds)]
-        if limit is not None:
-            cells += [size(c.peak_bytes), "yes" if c.peak_bytes <= limit else "no"]
-        else:
-            cells.append(size(c.peak_bytes))
+        cells.append(limit(c.peak_bytes))
+        if most is not None:
+            cells.append("yes" if c.peak_bytes <= most else "no")
         mark = f"{place + 1}{' *' if c == chosen else ''}"
         out.add_row(mark, str(c.tile), c.exchange, *cells, style="bold" if c == chosen else None)
     return out

@@ -105,6 +105,21 @@ def test_the_simulated_time_is_beside_the_measured_one(capsys, monkeypatch):
     assert {row["predicted_seconds"] for row in said["rows"]} == {None}
 
 
+def test_tokens_may_be_in_thousands(monkeypatch, capsys):
+    jobs: list[Job] = []
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: jobs.append(job) or Result(SANE, (SANE, SANE)))
+    assert main(["bench", "--seq-len", "2k", "--json"]) == 0
+    assert main(["bench", "--json"]) == 0
+    assert [job.seq_len for job in jobs] == [2048, 4096]
+
+
+@pytest.mark.parametrize("option", ["--trace", "--cluster"])
+def test_empty_names_are_refused(option, monkeypatch, capsys):
+    monkeypatch.setattr(bench_ranks, "run_job", lambda job: pytest.fail("a rank would have started"))
+    assert main(["bench", option, ""]) == 2
+    assert capsys.readouterr().err.startswith(f"mesh-cp: error: {option} ")
+
+
 def test_the_table_names_every_tile_and_the_single_process(capsys):
     argv = "--ranks 2 --tiles 2x1,1x2 --seq-len 64 --heads 2 --head-dim 8 --dtype bfloat16 --repeats 1"
     assert main(["bench", *argv.split()]) == 0
@@ -133,6 +148,10 @@ def test_one_rank_is_a_tile_too(capsys):
         ("--kernel te", ["--kernel te", "not installed"]),
         ("--kernel magic", ["--kernel 'magic'", "sdpa"]),
         ("--exchange post", ["post", "direct"]),
+        ("--exchange auto", ["mesh-cp: error: --exchange 'auto'", "direct, shift"]),
+        ("--ranks 257 --tiles 1x257", ["--ranks 257", "256"]),
+        ("--heads abc", ["--heads abc: must be a positive whole number"]),
+        ("--seq-len 4g", ["--seq-len 4g", "128k"]),
         ("--dtype int8", ["--dtype", "int8"]),
         ("--ranks 0", ["--ranks 0"]),
         ("--repeats 0", ["--repeats 0"]),

@@ -81,6 +81,15 @@ def test_the_table_shows_the_fit_and_every_length(measured, tmp_path, capsys):
     assert load_cluster(str(path)).name == "mine"
 
 
+def test_slow_links_and_fast_kernels_are_readable_too():
+    slow = replace(RESULT, messages={size: 2880e-6 + size / 2e6 for size in calibrate_ranks.MESSAGES})
+    heading, table = calibrate.link_table(JOB, slow)
+    assert "latency 2880 us, bandwidth 0.002 GB/s" in heading
+    assert all(float(cell) > 0 for cell in table.columns[3].cells)
+    fast = replace(RESULT, calls={kind: tuple(x / 123 for x in calls) for kind, calls in RESULT.calls.items()})
+    assert "1230" in list(calibrate.kernel_table(JOB, fast)[1].columns[1].cells)
+
+
 def test_an_existing_file_is_kept_unless_forced(measured, tmp_path, capsys):
     path = tmp_path / "old.yaml"
     path.write_text("precious")
@@ -113,7 +122,12 @@ def test_a_file_that_appears_meanwhile_is_kept_too(tmp_path, monkeypatch, capsys
     [
         ("", ["--output"]),
         ("--output gone/new.yaml", ["--output gone/new.yaml", "directory that is there"]),
-        ("--output .", ["--output .", "must be a file"]),
+        ("--output .", ["--output .", "must end in .yaml or .yml"]),
+        ("--output -", ["--output -:", "must end in .yaml or .yml"]),
+        ("--output new.json", ["--output new.json", "must end in .yaml or .yml"]),
+        ("--output ./gone//new.yml", ["--output ./gone//new.yml", "directory that is there"]),
+        ("--output new.yaml --ranks 257", ["--ranks 257", "256"]),
+        ("--output new.yaml --ranks two", ["--ranks two: must be a positive whole number"]),
         ("--output new.yaml --ranks 1", ["--ranks 1", "at least 2"]),
         ("--output new.yaml --heads 0", ["--heads 0"]),
         ("--output new.yaml --head-dim -1", ["--head-dim -1"]),

@@ -117,11 +117,30 @@ def test_the_curve_has_every_algorithm_that_can_run(tmp_path, capsys, monkeypatc
                 assert drawn[row["algo"]][row["cp"]] == pytest.approx(scale * row[key])
 
 
+def test_one_rank_has_no_curve_of_bytes(tmp_path, capsys, monkeypatch):
+    from megatron_mesh_cp.cli import plots_scaling
+
+    figures = []
+    monkeypatch.setattr(plots_scaling, "save_figure", lambda figure, path: figures.append(figure))
+    said(capsys, f"--cp 1 --heads 8 --seq-len 4k --plot {tmp_path / 'a.png'}")
+    sent, time = figures[0].axes
+    assert [text.get_text() for text in sent.texts] == ["one rank sends nothing"]
+    assert (sent.axison, time.axison, len(time.lines) > 0) == (False, True, True)
+
+
+def test_an_empty_name_of_a_picture_is_refused(capsys):
+    assert main(["compare", *BASE.split(), "--plot", ""]) == 2
+    assert capsys.readouterr().err.startswith("mesh-cp: error: --plot '': ")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
         ("--cp 4,0", ["--cp 0", "positive"]),
-        ("--cp 4,,8", ["--cp", "positive"]),
+        ("--cp 4,,8", ["--cp 4,,8", "empty entry"]),
+        ("--cp 8,", ["--cp 8,:", "empty entry"]),
+        ("--cp 4,8192", ["--cp 8192", "4096"]),
+        ("--heads many", ["--heads many: must be a positive whole number"]),
         ("--cp 4,8,4", ["--cp 4,8,4", "2 times"]),
         ("--seq-len 4k,4096", ["--seq-len 4k,4096", "2 times"]),
         ("--cp 4,24", ["--seq-len 8192", "--cp 24", "try"]),

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from megatron_mesh_cp.schedule import make_plan
 from megatron_mesh_cp.simulate import simulate
 from megatron_mesh_cp.tile import TileShape
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "clusters"
 SMALL = "--cp 4 --heads 8 --kv-heads 2 --head-dim 64 --seq-len 4k"
 
 # mesh-attention.md section 5: best tile and reduction in per cent against the ring, D = 128, by KV heads of 32.
@@ -154,6 +156,12 @@ def test_draws_a_picture(name, starts, tmp_path, capsys):
     assert (tmp_path / name).read_bytes().startswith(starts)
 
 
+@pytest.mark.parametrize("argv", ["--cp 1", "--cp 4 --tile 1x4", "--cp 4 --tile 4x1 --rank 3", "--cp 3 --rank 2"])
+@pytest.mark.filterwarnings("error")  # "constrained_layout not applied": titles on top of each other
+def test_tiles_of_one_row_or_column_are_laid_out(argv, tmp_path, capsys):
+    said(capsys, f"{argv} --heads 8 --seq-len 6k --plot {tmp_path / 'a.png'}")
+
+
 def test_draws_256_ranks(tmp_path, capsys):
     argv = "--cp 256 --tile 16x16 --heads 32 --seq-len 256k --exchange direct --rank 37"
     got = said(capsys, f"{argv} --plot {tmp_path / 'a.png'}")
@@ -194,7 +202,12 @@ def test_the_matrix_is_coloured_by_the_owner(tile):
         ("--seq-len 0", ["--seq-len 0"]),
         ("--seq-len 128g", ["--seq-len 128g", "128k"]),
         ("--seq-len 100", ["--seq-len 100", "--cp 4", "= 8", "96 or 104"]),
+        ("--cp 4097", ["--cp 4097", "4096 ranks at most"]),
         ("--heads 0", ["--heads 0", "at least 1"]),
+        ("--heads abc", ["--heads abc: must be a positive whole number"]),
+        ("--tp 1.5", ["--tp 1.5: must be a positive whole number"]),
+        ("--cluster auto", ["--cluster auto", "plan, tune", "give a name", "YAML FILE"]),
+        ("--rank first", ["--rank first: must be a whole number"]),
         ("--kv-heads 3", ["--heads 8", "--kv-heads 3", "1, 2, 4, 8"]),
         ("--head-dim -1", ["--head-dim -1"]),
         ("--batch 0", ["--batch 0"]),
@@ -237,8 +250,9 @@ def test_rejects_bad_input_before_any_work(argv, says, tmp_path, capsys, monkeyp
 
 
 @pytest.mark.parametrize("by", ["time", "bytes"])
-def test_a_memory_limit_says_what_would_do_and_that_does(by, capsys):
-    base = f"{SMALL} --by {by}"
+@pytest.mark.parametrize("more", ["", "--tile-backward auto", "--cp 16 --seq-len 16k --cluster h800-hdr"])
+def test_a_memory_limit_says_what_would_do_and_that_does(by, more, capsys):
+    base = f"{SMALL} --by {by} {more}"
     assert main(["plan", *base.split(), "--memory-limit", "1KB"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -246,6 +260,88 @@ def test_a_memory_limit_says_what_would_do_and_that_does(by, capsys):
     enough = err.split("so ")[1].split(" would do")[0]
     got = said(capsys, f"{base} --memory-limit {enough}")
     assert got["peak_bytes"] <= options.parse_bytes(enough, "")
+
+
+def test_a_memory_limit_that_a_given_tile_does_not_fit_says_what_each_needs(capsys):
+    base = "--cp 8 --heads 8 --head-dim 64 --seq-len 8k"
+    assert main(["plan", *base.split(), "--tile", "4x2", "--memory-limit", "1MB"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mesh-cp: error: --memory-limit 1MB with --tile 4x2: it needs ")
+    needs, free = (part.split()[-1].strip() for part in err.split(";"))
+    assert err.endswith(f"; --tile auto would need {free}\n")
+    assert options.parse_bytes(free, "") < options.parse_bytes(needs, "")
+    said(capsys, f"{base} --tile 4x2 --memory-limit {needs}")
+    said(capsys, f"{base} --memory-limit {free}")
+
+
+def test_a_memory_limit_with_a_given_exchange_is_that_of_the_exchange(capsys):
+    base = "--cp 8 --heads 8 --head-dim 64 --seq-len 8k --exchange direct"
+    assert main(["plan", *base.split(), "--memory-limit", "1MB"]) == 2
+    err = capsys.readouterr().err
+    assert "--memory-limit 1MB with --exchange direct: it needs " in err
+    said(capsys, f"{base} --memory-limit {err.split('it needs ')[1].split(';')[0]}")
+
+
+def test_the_fewest_bytes_within_a_limit(capsys):
+    """All tiles, as they are planned on the cluster: the best by bytes that fits is chosen."""
+    base = "--cp 8 --heads 8 --head-dim 64 --seq-len 8k --exchange direct --cluster h800-hdr"
+    each = [said(capsys, f"{base} --tile {tile}") for tile in ("1x8", "2x4", "4x2", "8x1")]
+    by_bytes = sorted(each, key=lambda one: one["bytes"]["total"])
+    most = by_bytes[0]["peak_bytes"] - 1
+    want = next(one for one in by_bytes if one["peak_bytes"] <= most)
+    got = said(capsys, f"{base} --by bytes --memory-limit {most}B")
+    assert (got["tile"], got["peak_bytes"]) == (want["tile"], want["peak_bytes"])
+    assert got["why"].startswith("fewest bytes")
+
+
+def test_a_printed_peak_is_a_limit_that_fits(capsys):
+    base = ["plan", *SMALL.split(), "--tile", "2x2", "--exchange", "direct"]
+    assert main(base) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "peak of held" in line)
+    number, unit = row.split()[-2:]
+    assert main([*base, "--memory-limit", number + unit]) == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        *[(0, "0 B"), (998, "998 B"), (999, "0.999 KB"), (1_000_001, "1.001 MB"), (12_340_001, "12.35 MB")],
+        *[(2_155_872_256, "2.156 GB"), (5 * 10**12, "5000.0 GB")],
+    ],
+)
+def test_limits_for_people_are_rounded_up(count, text):
+    assert report.limit(count) == text
+    assert not count or options.parse_bytes(text, "") >= count
+
+
+@pytest.mark.parametrize("command", ["plan", "tune", "compare"])
+def test_a_peak_above_the_memory_of_the_gpu_is_told(command, tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text((CONFIGS / "h100-ndr.yaml").read_text())
+    argv = [command, *SMALL.split(), "--cluster", str(path)]
+    assert main(argv) == 0
+    assert "Warning" not in capsys.readouterr().out
+    path.write_text(path.read_text().replace("memory_gb: 80", "memory_gb: 0.001"))
+    assert main(argv) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Warning"))
+    assert "MB is more than the 0.001 GB of one NVIDIA H100" in line
+    assert main([*argv, "--json"]) == 0
+    assert '"fits_device": false' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--plot", "--trace", "--trace-ranks", "--memory-limit"])
+def test_empty_values_are_refused(option, capsys):
+    assert main(["plan", *SMALL.split(), option, ""]) == 2
+    assert capsys.readouterr().err.startswith(f"mesh-cp: error: {option} ")
+
+
+def test_a_terminal_is_told_what_is_being_done(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["plan", *SMALL.split(), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cp"] == 4
+    assert "planning" in err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(capsys, monkeypatch):
@@ -268,7 +364,7 @@ def test_the_check_of_a_file_leaves_it_as_it_was(tmp_path):
 
 @pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("4k", 4096), ("128K", 131072), ("1m", 1048576)])
 def test_sizes_of_a_sequence(text, tokens):
-    assert options._size(text, "--seq-len") == tokens
+    assert options.parse_count(text, "--seq-len") == tokens
 
 
 @pytest.mark.parametrize(
