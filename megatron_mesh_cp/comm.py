@@ -9,10 +9,16 @@ A batch begins when those before it in its queue are complete, also while a bloc
 that by themselves: a batch is posted at once and runs after the one before. On gloo every batch that is posted shares
 the link with all others, and nothing would post the next one in the middle of a block; there a thread of the queue
 posts a batch, waits for it, and takes the next. Kernels run without the interpreter's lock, so it wakes when it must.
+
+A thread that wants the interpreter's lock while the interpreter shuts down ends the process with an abort, not with its
+own exit code. So threads are ended before, and a little time is given to transfers under way. Where a peer never comes,
+nothing can wake the thread up (gloo has no way to), and the group that it waits on is kept alive to the end.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import queue
 import threading
 import time
@@ -31,6 +37,7 @@ from .plan import Transfer
 # Told of everything a rank does: lane ("row", "column", "compute", "wait"), label, start and end (time.perf_counter).
 Recorder = Callable[[str, str, float, float], None]
 Batch = list[tuple[Transfer, torch.Tensor]]
+_LEAVE_SECONDS = 5.0  # that the end of the process waits for transfers under way
 
 
 class CommError(RuntimeError):
@@ -72,34 +79,42 @@ class Counters:
 class TransferQueue:
     """Runs jobs in order on a thread of its own, which ends when the queue is dropped; see Note [Queues].
 
-    After a job that failed, all later ones fail with the same error.
+    After a job that failed, all later ones fail with the same text.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future] | None] = queue.SimpleQueue()
-        self._started = False
+        self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Future:
         """Queue a job; its Future is done when the job is."""
-        if not self._started:
-            self._started = True
-            threading.Thread(target=_run_jobs, args=(self._jobs,), name="mesh-cp queue", daemon=True).start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="mesh-cp queue", daemon=True)
+            self._thread.start()
         future: Future = Future()
         self._jobs.put((job, future))
         return future
 
+    def end(self, seconds: float) -> bool:
+        """End the thread once its jobs are done; False where that takes longer than `seconds`."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
 
 def _run_jobs(jobs: queue.SimpleQueue[tuple[Callable[[], None], Future] | None]) -> None:
-    failed: Exception | None = None
+    failed = ""
     while (entry := jobs.get()) is not None:
         job, future = entry
         try:
-            if failed is not None:
-                raise failed
+            if failed:
+                raise CommError(failed)
             job()
         except Exception as error:
-            failed = error
+            failed = str(error)  # the error itself would keep its frames' buffers alive
             future.set_exception(error)
         else:
             future.set_result(None)
@@ -141,6 +156,8 @@ class ChannelComm:
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._global = dict(members)
         self._outstanding: deque[tuple[Callable[[], None], str]] = deque()  # how to wait for a batch; what it is
+        self._abandoned = False
+        _channels.add(self)
 
     def start(self, batch: Batch, where: str, direction: str) -> None:
         """Put a batch into the queue. `where` ("forward step 2") and the transfers' names go into errors."""
@@ -152,31 +169,34 @@ class ChannelComm:
                 )
             if not buffer.is_contiguous():
                 raise ValueError(f"{self.name} channel: the buffer to {transfer} is not contiguous")
-        if ordered[0][1].is_cuda:
+        if _ordered_by_stream(ordered[0][1].device, self.group):
             works = self._post(ordered, where, direction)
-            wait = lambda: self._wait(works, where)  # noqa: E731
+            done = lambda: self._wait(works, where)  # noqa: E731
         else:
-            wait = self.queue.submit(lambda: self._carry(ordered, where, direction)).result
-        self._outstanding.append((wait, _label(t for t, _ in ordered)))
+            done = self.queue.submit(lambda: self._carry(ordered, where, direction)).result
+        self._outstanding.append((done, _label(t for t, _ in ordered)))
 
     def finish(self) -> None:
         """Wait for the oldest batch outstanding. Raises CommError, naming the transfer and the peer, if it fails."""
         if not self._outstanding:
             raise RuntimeError(f"{self.name} channel: there is no batch to finish")
-        wait, label = self._outstanding.popleft()
+        done, label = self._outstanding.popleft()
         begin = time.perf_counter()
-        wait()
+        done()
         end = time.perf_counter()
         self.counters.waited += end - begin
         if self.counters.recorder is not None:
             self.counters.recorder("wait", label, begin, end)
 
     def abandon(self) -> None:
-        """Forget the batches outstanding after a failure, buffers and all."""
+        """After a failure: forget the batches outstanding. Those that are not posted yet never will be."""
+        self._abandoned = True
         self._outstanding.clear()
 
     def _carry(self, batch: Batch, where: str, direction: str) -> None:
         """Post a batch and wait for it; on the queue's thread."""
+        if self._abandoned:
+            raise CommError(f"CP rank {self.rank}: the {self.name} channel was abandoned after a failure")
         begin = time.perf_counter()
         self._wait(self._post(batch, where, direction), where)
         if self.counters.recorder is not None:
@@ -218,6 +238,34 @@ class ChannelComm:
             f"CP rank {self.rank}: could not {named} over the {self.name} channel in {where}. That rank, or one it "
             f"waits for, has died or hangs. Cause: {error}"
         )
+
+
+_channels: weakref.WeakSet[ChannelComm] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """See Note [Queues]."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    channels = list(_channels)
+    for channel in channels:
+        channel.abandon()
+    for channel in channels:
+        if not channel.queue.end(max(0.0, deadline - time.monotonic())):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel.group))
+
+
+def _ordered_by_stream(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether batches that are posted at once run one after the other. Raises ValueError where neither way is known."""
+    if device.type == "cpu":
+        return False
+    backend = group._get_backend(device).name() if device.type == "cuda" else ""
+    if backend != "nccl":
+        raise ValueError(
+            f"mesh attention on {device.type} tensors with backend {backend or 'unknown'}: use CPU tensors, or CUDA "
+            "tensors with NCCL"
+        )
+    return True
 
 
 def _label(transfers: Iterable[Transfer]) -> str:

@@ -272,9 +272,10 @@ class BackwardRun(_Run):
 
     def _release(self, event: Event) -> None:
         super()._release(event)
-        for payload, chunk in event.frees:
-            if payload is Payload.QDO:
-                self._stand_ins.pop(chunk, None)
+        gone = {chunk for payload, chunk in event.frees if payload is Payload.QDO}
+        gone |= {t.chunk for t in event.transfers if t.payload is Payload.DQ and t.send}  # the row is complete
+        for chunk in gone:
+            self._stand_ins.pop(chunk, None)
 
     def _add(self, item: Item, part: slice, grads: Tensors) -> None:
         if item not in self.partials and part == _ALL:

@@ -116,11 +116,18 @@ def _steps(work: Work, schedule: Schedule) -> tuple[Step, ...]:
     """See Note [From a schedule to steps]: one step for each batch, with the blocks that follow it."""
     ends = [start + work.block for start, _, _ in schedule.blocks]
     slack = 1e-9 * schedule.seconds
+    first_use: dict[tuple[int, int], int] = {}  # (chain, offset) -> index of the first block that needs it
+    for index, (_, x, y) in enumerate(schedule.blocks):
+        first_use.setdefault((0, x), index)
+        first_use.setdefault((1, y), index)
     posted: list[tuple[int, float, tuple[Transfer, ...]]] = []
     for (start, chain, index), latest in zip(schedule.rounds, _latest_starts(work, schedule), strict=True):
         round_ = work.chains[chain][index]
         when = max(start, latest - round_.seconds) if chain in INPUTS else start
-        posted.append((bisect_right(ends, when + slack), start, round_.transfers))
+        position = bisect_right(ends, when + slack)
+        if chain in INPUTS:  # a block may be shorter than the slack
+            position = min(position, first_use[chain, round_.brings])
+        posted.append((position, start, round_.transfers))
     posted.sort(key=lambda item: item[:2])
     steps: list[Step] = []
     done = 0

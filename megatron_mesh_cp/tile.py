@@ -54,6 +54,8 @@ class TileShape:
         for name, value in (("a", self.a), ("b", self.b)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"tile {self.a}x{self.b}: {name} must be a positive whole number, got {value!r}")
+        if 1 in (self.a, self.b):  # one group holds all ranks, the other one: both placements are the same
+            object.__setattr__(self, "transposed", False)
 
     @classmethod
     def parse(cls, text: str, flag: str = "tile") -> TileShape:

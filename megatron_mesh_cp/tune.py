@@ -145,10 +145,7 @@ def evaluate(
     causal: bool = True,
 ) -> Candidate:
     """Plan and simulate one candidate. Raises ValueError for an unknown exchange or a tp that does not fit a node."""
-    if cluster is None:
-        costs = nominal_costs(direction, shape)
-    else:
-        costs = costs_for(cluster, shape, tile, direction, exchange=exchange, tp=tp, causal=causal)
+    costs = planning_costs(tile, direction, exchange, shape, cluster, tp=tp, causal=causal)
     plan = make_plan(tile, direction, exchange, costs)
     timeline = None if cluster is None else simulate(plan, cluster, shape, tp=tp, causal=causal)
     return Candidate(
@@ -163,6 +160,22 @@ def evaluate(
         plan=plan,
         costs=costs,
     )
+
+
+def planning_costs(
+    tile: TileShape,
+    direction: Direction,
+    exchange: str,
+    shape: AttentionShape,
+    cluster: Cluster | None,
+    *,
+    tp: int = 1,
+    causal: bool = True,
+) -> Costs:
+    """What a candidate is planned with: durations on the cluster, nominal ones where none is known."""
+    if cluster is None:
+        return nominal_costs(direction, shape)
+    return costs_for(cluster, shape, tile, direction, exchange=exchange, tp=tp, causal=causal)
 
 
 def peak_bytes(plan: Plan, shape: AttentionShape) -> int:
@@ -354,42 +367,42 @@ class _Search:
     def _fits(self, candidate: Candidate) -> bool:
         return self.limit is None or candidate.peak_bytes <= self.limit
 
+    def _need(self, tile: TileShape, direction: Direction) -> int:
+        """Peak bytes with the exchange that needs less; planned, not simulated."""
+        needs = []
+        for exchange in self.exchanges:
+            costs = planning_costs(tile, direction, exchange, self.shape, self.cluster, tp=self.tp, causal=self.causal)
+            needs.append(peak_bytes(make_plan(tile, direction, exchange, costs), self.shape))
+        return min(needs)
+
     def _nothing_fits(self, tiles: Sequence[TileShape], ways: Sequence[Direction]) -> None:
         """Raise MemoryLimitError with the smallest need: that of the direction which needs more, of the best tile."""
-        needs = {
-            tile: max(min(self._evaluate(tile, e, d).peak_bytes for e in self.exchanges) for d in ways)
-            for tile in tiles
-        }
+        needs = {tile: max(self._need(tile, d) for d in ways) for tile in dict.fromkeys((*tiles, *self.tiles))}
         tile = min(needs, key=lambda t: needs[t])
-        raise MemoryLimitError(
-            f"memory limit {self.limit} bytes: no tile of {len(needs)} fits; the smallest need is {needs[tile]} bytes "
-            f"a rank, of tile {tile}",
-            needs[tile],
-        )
+        which = f"tile {tiles[0]} needs {needs[tiles[0]]}" if len(tiles) == 1 else f"none of {len(needs)} tiles fits"
+        smallest = f"the smallest need is {needs[tile]} bytes a rank, of tile {tile}"
+        raise MemoryLimitError(f"memory limit {self.limit} bytes: {which}; {smallest}", needs[tile])
 
     def why(self, forward: Candidate, backward: Candidate, tile: str, asked_backward: str) -> str:
-        """One line: what was compared, and what the ring would take."""
-        ring = TileShape(1, self.n)
+        """One line: how it was chosen, what it takes, and what the ring would take."""
         if tile != "auto" and asked_backward != "auto":
-            reason = "as given"
+            reason = "as given" if self.cluster is None or len(self.exchanges) == 1 else "as given, exchange by time"
         elif self.cluster is None:
             reason = "fewest bytes; no cluster is known"
         else:
-            compared = len({(t, e) for t, e, _ in self._known})
-            reason = f"least predicted time on {self.cluster.name}, {compared} tiles and exchanges simulated"
+            reason = f"fewest bytes within {TIE:.0%} of the least predicted time on {self.cluster.name}"
         if self.limit is not None:
-            reason += f", within {self.limit} bytes"
+            reason += f", at most {self.limit / 1e9:.4g} GB held"
         if self.cluster is None:
             return reason
-        seconds = forward.seconds + backward.seconds
-        ring_seconds = sum(self._evaluate(ring, "shift", d).seconds for d in Direction)
+        seconds, wait = forward.seconds + backward.seconds, forward.wait + backward.wait
+        ring = sum(self._evaluate(TileShape(1, self.n), "shift", d).seconds for d in Direction)
         return (
-            f"{reason}: {1e3 * seconds:.3g} ms forward + backward, {1e3 * (forward.wait + backward.wait):.3g} of them "
-            f"waiting; a ring {1e3 * ring_seconds:.3g} ms"
+            f"{reason}: forward + backward {_milliseconds(seconds)} ms, of which {wait / seconds:.1%} waiting; "
+            f"a ring {_milliseconds(ring)} ms"
         )
 
 
-def choose_tiles(n: int, shape: AttentionShape, tile: str, backward: str = "same") -> tuple[TileShape, TileShape]:
-    """Forward and backward tile from what the user typed, where no cluster is known; see `decide`."""
-    decision = decide(n, shape, tile=tile, backward=backward)
-    return decision.forward.tile, decision.backward.tile
+def _milliseconds(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

@@ -86,8 +86,9 @@ def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_size,
         default=None,
         metavar="SIZE",
-        help="What attention may hold on a rank besides its own tensors, for instance 8GB or 512MiB; an automatic tile "
-        "respects it, and a given one that needs more is refused.",
+        help="Chunks and partial results that attention may hold on a rank (its own tensors, kernel workspace and "
+        "temporaries come on top), for instance 8GB or 512MiB; an automatic tile respects it, and a given one that "
+        "needs more is refused.",
     )
     group.add_argument(
         "--mesh-kernel",
@@ -133,7 +134,8 @@ def _tile(*words: str):
             return str(TileShape.parse(text))
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no tile: give {' or '.join(words)}, or AxB (Q chunks x KV chunks), for example 2x4"
+                f"{text!r} is no tile: give {' or '.join(words)}, or AxB (Q chunks x KV chunks), for example 2x4, or "
+                "2x4t with the column group on consecutive ranks"
             ) from None
 
     return convert
@@ -165,7 +167,8 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
     shape = _attention_shape(args)
     cluster = None if args.mesh_cluster == "auto" else load_cluster(args.mesh_cluster, "--mesh-cluster")
     if cluster is not None:
-        check_tp(args.tensor_model_parallel_size, cluster.gpus_per_node, "--tensor-model-parallel-size")
+        flag = f"--mesh-cluster {args.mesh_cluster} and --tensor-model-parallel-size"
+        check_tp(args.tensor_model_parallel_size, cluster.gpus_per_node, flag)
     try:
         decision = decide(
             n,

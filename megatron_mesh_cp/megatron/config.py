@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 from ..cost import AttentionShape, Costs, mesh_bytes
@@ -53,6 +54,12 @@ class MeshConfig:
             costs=tuple((c.direction, c.costs) for c in (forward, backward)),
             why=decision.why,
         )
+
+    def said(self) -> str:
+        """What all ranks must have in common: tiles, exchanges and the durations that the orders are planned for."""
+        exchanges = ", ".join(self.exchange_of(direction) for direction in Direction)
+        costs = zlib.crc32(repr(self.costs).encode())
+        return f"tile {self.tile}, backward {self.tile_backward}, exchange {exchanges}, costs {costs:08x}"
 
     def exchange_of(self, direction: Direction) -> str:
         """The exchange pattern of a direction."""

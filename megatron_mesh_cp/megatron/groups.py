@@ -72,15 +72,36 @@ def make_backward_groups(tile: TileShape, timeout: timedelta | None = None) -> l
     return created
 
 
-def after_model_parallel(make: Callable[[], object]) -> Callable[[], None]:
+def check_same_settings(said: str) -> None:
+    """Raise ValueError on every rank of the world where the settings differ: other groups would wait for ever.
+
+    A cluster file that is not the same on all nodes is enough to choose other tiles.
+    """
+    every: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, said)
+    if len(set(every)) > 1:
+        listed = "; ".join(
+            f"{text} on ranks {', '.join(str(r) for r, other in enumerate(every) if other == text)}"
+            for text in dict.fromkeys(every)
+        )
+        raise ValueError(
+            "mesh context parallelism: the ranks disagree on what --mesh-tile-shape, --mesh-exchange and "
+            f"--mesh-cluster come to: {listed}; give all nodes the same flags and the same cluster file"
+        )
+
+
+def after_model_parallel(make: Callable[[], object], said: str = "") -> Callable[[], None]:
     """Run `make` each time Megatron has made its groups: now if it has, and when initialize_model_parallel returns.
 
-    What was made for earlier groups is dropped first. Returns the way back.
+    What was made for earlier groups is dropped first. said: settings that all ranks must have in common, compared
+    before Megatron makes its groups. Returns the way back.
     """
     original = parallel_state.initialize_model_parallel
 
     @functools.wraps(original)
     def initialize_model_parallel(*args, **kwargs):
+        if dist.is_initialized():
+            check_same_settings(said)
         original(*args, **kwargs)
         forget_groups()
         make()
@@ -92,5 +113,6 @@ def after_model_parallel(make: Callable[[], object]) -> Callable[[], None]:
 
     parallel_state.initialize_model_parallel = initialize_model_parallel
     if parallel_state.model_parallel_is_initialized():
+        check_same_settings(said)
         make()
     return undo

@@ -24,7 +24,7 @@ def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | Non
     With --context-parallel-algo megatron it does nothing. Installing the same settings twice is harmless.
 
     Args: parsed Megatron arguments (see `add_args`), or a MeshConfig where there are none; then the model's
-        TransformerConfig must have context_parallel_size and hierarchical_context_parallel_sizes = [a, b].
+        TransformerConfig must have context_parallel_size and hierarchical_context_parallel_sizes = the tile's levels.
 
     Returns the settings, or None for --context-parallel-algo megatron.
 
@@ -76,7 +76,7 @@ def _patch(mesh: MeshConfig, args: argparse.Namespace | None) -> None:
             minutes = getattr(args, "distributed_timeout_minutes", None)
             make_backward_groups(mesh.tile_backward, timedelta(minutes=minutes) if minutes else None)
 
-    _undo.append(after_model_parallel(make))
+    _undo.append(after_model_parallel(make, said=mesh.said()))
     if mesh.log_comm:
         undo = wrap_training_log(mesh)
         if undo is None:

@@ -37,7 +37,8 @@ def receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtyp
         saved = f" ({100 * (1 - mesh_total / ring_total):.1f} % less)" if ring_total else ""
         parts.append(
             f"per rank, layer and microbatch: forward {human(size['forward'])} + backward {human(size['backward'])}, "
-            f"a ring {human(ring_total)}{saved}; held at most {human(mesh.peak_bytes())} besides its own tensors"
+            f"a ring {human(ring_total)}{saved}; chunks and partial results held: "
+            f"at most {human(mesh.peak_bytes())}"
         )
     return "; ".join(parts)
 

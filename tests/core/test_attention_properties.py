@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from mesh_cases import NAMES, Case, dense, errors, inputs, local_part, mesh_groups, run_mesh
+from rank_pool import RankPool
 
 from megatron_mesh_cp import MeshGroups, TileShape, mesh_attention
+from megatron_mesh_cp.comm import CommError
 from megatron_mesh_cp.cost import Costs, mesh_bytes
 from megatron_mesh_cp.groups import verified_plan
 from megatron_mesh_cp.layout import chunk_positions
-from megatron_mesh_cp.plan import EXCHANGES, Direction, Payload, live_bytes, sent_messages
+from megatron_mesh_cp.plan import EXCHANGES, Channel, Direction, Payload, live_bytes, sent_messages
 from megatron_mesh_cp.tile import all_tiles
 
 TILES_4 = ("1x4", "2x2", "4x1")
@@ -466,7 +470,7 @@ def test_a_model_with_groups_can_be_deep_copied(ranks):
 
 
 def misuse() -> list[str]:
-    from megatron_mesh_cp.plan import Channel, Transfer
+    from megatron_mesh_cp.plan import Transfer
 
     groups = mesh_groups("4x1")
     channel = groups.channel(Direction.FORWARD, Channel.ROW)
@@ -504,7 +508,7 @@ def test_a_channel_cannot_be_misused(ranks):
 
 def queued_in_order(shared: bool) -> list[str]:
     """Three batches on the row channel and one on the column channel at once; what the recorder saw."""
-    from megatron_mesh_cp.plan import Channel, Transfer
+    from megatron_mesh_cp.plan import Transfer
 
     groups = mesh_groups("2x2")
     row, column = (groups.channel(Direction.FORWARD, channel) for channel in Channel)
@@ -548,7 +552,7 @@ def test_batches_of_a_queue_run_one_at_a_time_in_the_order_of_their_starts(ranks
 
 def after_a_failed_batch() -> list[str]:
     """A batch that torch.distributed refuses: it and the batches behind it fail, and none of them hangs."""
-    from megatron_mesh_cp.plan import Channel, Transfer
+    from megatron_mesh_cp.plan import Transfer
 
     channel = MeshGroups.build(dist.group.WORLD, TileShape(2, 1)).channel(Direction.FORWARD, Channel.ROW)
     peer = 1 - dist.get_rank()
@@ -570,6 +574,59 @@ def test_batches_behind_a_failed_one_fail_too(ranks):
     for texts in ranks(2).run(after_a_failed_batch, timeout=60):
         assert "finished" not in texts
         assert texts[0] == texts[1]
+
+
+def queues_of_a_plan(links: int) -> tuple[bool, bool]:
+    """Whether row and column channel share a queue, before and after the plan is known."""
+    costs = {Direction.FORWARD: Costs(1, 2, 1, 0, 1, links)}
+    groups = MeshGroups.build(dist.group.WORLD, TileShape(2, 2), costs=costs)
+    row, column = (groups.channel(Direction.FORWARD, channel) for channel in Channel)
+    before = row.queue is column.queue
+    groups.program(Direction.FORWARD, "direct")
+    return before, row.queue is column.queue
+
+
+@pytest.mark.parametrize("links", [1, 2])
+def test_channels_share_a_queue_where_the_plan_says_that_they_share_a_link(ranks, links):
+    assert ranks(4).run(queues_of_a_plan, links) == [(False, links == 1)] * 4
+
+
+def threads_after_a_failure() -> tuple[int, int]:
+    """Queue threads and message buffers that are left when a transfer failed and the groups were dropped."""
+    import gc
+    import threading
+    import weakref
+
+    groups = MeshGroups.build(dist.group.WORLD, TileShape(1, 2), timeout=2.0)
+    channel = groups.channel(Direction.FORWARD, Channel.COLUMN)
+    buffers = []
+
+    def watched_start(batch, where, direction, start=channel.start):
+        buffers.extend(weakref.ref(buffer) for _, buffer in batch)
+        start(batch, where, direction)
+
+    channel.start = watched_start
+    if groups.rank == 0:
+        channel._post = lambda *_: 1 / 0
+    q = torch.randn(8, 1, 4, 8)
+    with contextlib.suppress(CommError, ZeroDivisionError):
+        mesh_attention(q, q, q, groups)
+    del groups, channel, watched_start
+    for _ in range(50):
+        gc.collect()
+        left = sum(t.name == "mesh-cp queue" for t in threading.enumerate()), sum(b() is not None for b in buffers)
+        if not any(left):
+            break
+        time.sleep(0.1)
+    return left
+
+
+def test_after_a_failed_transfer_no_thread_and_no_buffer_is_left():
+    pool = RankPool(2)
+    try:
+        assert pool.run(threads_after_a_failure, timeout=60) == [(0, 0)] * 2
+    finally:
+        pool.kill()
 
 
 def planned(case: Case, costs: dict[Direction, Costs]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 from megatron_mesh_cp.cost import AttentionShape, mesh_bytes, reduction, total_bytes
 from megatron_mesh_cp.plan import Channel, Direction
 from megatron_mesh_cp.tile import TileShape, all_tiles
-from megatron_mesh_cp.tune import best_tile, choose_tiles
+from megatron_mesh_cp.tune import best_tile, decide
 
 # Best tile and reduction against ring, D = 128, bf16, forward + backward: MHA, GQA 4:1, GQA 8:1.
 TABLE = {
@@ -70,7 +70,8 @@ def test_ties_go_to_the_smaller_row():
 
 def test_auto_backward_is_chosen_for_the_backward_alone():
     s = shape(32)
-    forward, backward = choose_tiles(256, s, "auto", "auto")
+    decision = decide(256, s, tile="auto", backward="auto")
+    forward, backward = decision.forward.tile, decision.backward.tile
     best = min(all_tiles(256), key=lambda t: sum(mesh_bytes(t, Direction.BACKWARD, s).values()))
     assert backward == best
     assert total_bytes(forward, s, backward) <= total_bytes(best_tile(256, s), s)
@@ -78,9 +79,9 @@ def test_auto_backward_is_chosen_for_the_backward_alone():
 
 def test_rejects_tiles_that_do_not_fit_and_names_the_flag():
     with pytest.raises(ValueError, match=r"context_parallel_size 12 with --mesh-tile-shape 8x2 = 16: a\*b must be 12"):
-        choose_tiles(12, shape(32), "8x2")
+        decide(12, shape(32), tile="8x2")
     with pytest.raises(ValueError, match="--mesh-tile-shape-backward 3x3 = 9"):
-        choose_tiles(12, shape(32), "3x4", "3x3")
+        decide(12, shape(32), tile="3x4", backward="3x3")
 
 
 def test_rejects_query_heads_that_are_no_multiple_of_kv_heads():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -125,3 +126,50 @@ def test_the_launcher_exits_non_zero_within_30_s_of_a_kill(tmp_path, direction):
     assert done.returncode != 0
     assert time.monotonic() - begin < 60  # start and imports of four ranks included
     assert "-9" in done.stderr or "could not" in done.stderr
+
+
+FAILS_AND_LEAVES = """
+import sys, time, torch, torch.distributed as dist
+from megatron_mesh_cp import MeshGroups, TileShape, mesh_attention
+
+dist.init_process_group("gloo")
+groups = MeshGroups.build(dist.group.WORLD, TileShape(2, 2))
+q = torch.randn(64, 1, 4, 8)
+mesh_attention(q, q, q, groups)
+if dist.get_rank() > 0:
+    time.sleep({delay})  # rank 0 waits for them
+q = torch.randn(64, 64, 64, 64)  # 64 MiB: on their way for a while
+groups.watcher = lambda direction, event, held: 1 / 0 if event == {event} else None
+try:
+    mesh_attention(q, q, q, groups)
+except ZeroDivisionError:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("delay", [0, 60], ids=["peers come", "peers never come"])
+@pytest.mark.parametrize("event", [0, 1])
+def test_a_rank_that_fails_in_the_middle_of_a_transfer_leaves_with_its_own_exit_code(tmp_path, event, delay):
+    """Its queue is in a transfer then; the interpreter's end must not turn that into an abort."""
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS_AND_LEAVES.format(event=event, delay=delay))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, "RANK": str(r), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(4)
+    ]
+    try:
+        _, text = ranks[0].communicate(timeout=90)
+        assert ranks[0].returncode == 3, text
+        assert "terminate called" not in text
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -190,6 +190,14 @@ def test_a_plan_for_256_and_for_1024_ranks_is_made_and_proven_at_once(direction,
         assert time.process_time() - begin < limit
 
 
+def test_plans_for_costs_of_any_size_may_run():
+    """Zeros and huge ratios: an input is posted before the first block that needs it, whatever rounding says."""
+    for values in product((0.0, 0.3, 7.0, 1e9), repeat=3):
+        for direction, exchange in WAYS:
+            costs = Costs(values[0], values[1], values[0], values[1], values[2], links=1)
+            verify(make_plan(TileShape(3, 2), direction, exchange, costs))
+
+
 def test_a_plan_holds_memory_of_the_order_of_rows_plus_columns():
     for tile in (TileShape(16, 16), TileShape(32, 32), TileShape(4, 256)):
         plan = make_plan(tile, Direction.BACKWARD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 from mesh_cases import Case, errors
 
@@ -62,3 +63,37 @@ def test_groups_of_megatron_carry_forward_and_backward_and_are_made_alike_on_all
         assert "needs groups of its own" in answer["refusals"][0]
         assert "row group" in answer["refusals"][1]
         assert "hierarchical_context_parallel_sizes=[a, b]" in answer["refusals"][2]
+
+
+def other_settings(own: dict[int, str]) -> str:
+    """What initialize_model_parallel says where the ranks have chosen other tiles."""
+    from megatron.core import parallel_state
+
+    from megatron_mesh_cp.megatron import groups as room
+    from megatron_mesh_cp.megatron.config import MeshConfig
+
+    tile, _, backward = own[dist.get_rank()].partition(" backward ")
+    mesh = MeshConfig(TileShape.parse(tile), TileShape.parse(backward or tile))
+    undo = room.after_model_parallel(lambda: None, said=mesh.said())
+    try:
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=4, hierarchical_context_parallel_sizes=list(mesh.tile.levels)
+        )
+        return "made"
+    except ValueError as error:
+        return str(error)
+    finally:
+        undo()
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("other", ["4x1", "2x2t", "2x2 backward 1x4"])
+def test_ranks_that_chose_other_tiles_are_told_so_before_any_group_is_made(ranks, other):
+    """A cluster file that differs on one node; other groups would wait for each other for ever."""
+    answers = ranks(4).run(other_settings, {0: "2x2", 1: "2x2", 2: other, 3: other}, timeout=60)
+    for answer in answers:
+        assert "the ranks disagree" in answer
+        assert "on ranks 0, 1; " in answer
+        assert "on ranks 2, 3; " in answer
+        assert "--mesh-cluster" in answer
+    assert ranks(4).run(other_settings, dict.fromkeys(range(4), "2x2"), timeout=60) == ["made"] * 4
