@@ -181,15 +181,18 @@ def _impossible(rows: Sequence[dict]) -> list[str]:
 
 def _too_much(settings: Sequence[Setting], rows: Sequence[dict]) -> list[str]:
     """One line where an algorithm holds more than a GPU has."""
-    where: dict[str, list[str]] = {}
+    algos: dict[str, list[str]] = {}
     for row in rows:
         if row["fits_device"] is False:
-            where.setdefault(f"CP {row['cp']}, {row['seq_len']:,} tokens", []).append(row["algo"])
-    if not where:
+            algos.setdefault(f"CP {row['cp']} with {row['seq_len']:,} tokens", []).append(row["algo"])
+    if not algos:
         return []
+    places: dict[str, list[str]] = {}
+    for place, names in algos.items():
+        places.setdefault(", ".join(names), []).append(place)
+    said = "; ".join(f"{names} at {', '.join(where)}" for names, where in places.items())
     most = max(row["peak_bytes"] for row in rows if not row["impossible"])
-    said = "; ".join(f"{', '.join(algos)} at {setting}" for setting, algos in where.items())
-    return [f"Warning: does not fit: {said}; a peak of {check_device_memory(most, settings[0].cluster)}."]
+    return [f"Warning: does not fit: {said}. A peak of {check_device_memory(most, settings[0].cluster)}."]
 
 
 def _summary_line(s: dict) -> str:
