@@ -300,6 +300,7 @@ class _Search:
         self.exchanges = (exchange,) if exchange != "auto" else EXCHANGES if cluster else EXCHANGES[:1]
         self.tiles = tiles_for(n, Network(cluster, tp).ranks_per_node if cluster else None)
         self._known: dict[tuple[TileShape, str, Direction], Candidate] = {}
+        self._needs: dict[tuple[TileShape, str, Direction], int] = {}
 
     def best(self, direction: Direction, tiles: Sequence[TileShape]) -> Candidate:
         """The best candidate of one direction."""
@@ -325,7 +326,7 @@ class _Search:
                 break
             option = {}
             for d in ways:
-                fits = [c for c in (self._evaluate(tile, e, d) for e in self.exchanges) if self._fits(c)]
+                fits = [self._evaluate(tile, e, d) for e in self.exchanges if self._fits(tile, e, d)]
                 if fits:
                     option[d] = min(fits, key=_order(fits))
             if len(option) == len(ways):
@@ -364,20 +365,23 @@ class _Search:
             for e in self.exchanges
         )
 
-    def _fits(self, candidate: Candidate) -> bool:
-        return self.limit is None or candidate.peak_bytes <= self.limit
+    def _fits(self, tile: TileShape, exchange: str, direction: Direction) -> bool:
+        return self.limit is None or self._need(tile, exchange, direction) <= self.limit
 
-    def _need(self, tile: TileShape, direction: Direction) -> int:
-        """Peak bytes with the exchange that needs less; planned, not simulated."""
-        needs = []
-        for exchange in self.exchanges:
+    def _need(self, tile: TileShape, exchange: str, direction: Direction) -> int:
+        """Peak bytes of a candidate; planned, not simulated."""
+        key = (tile, exchange, direction)
+        if key not in self._needs:
             costs = planning_costs(tile, direction, exchange, self.shape, self.cluster, tp=self.tp, causal=self.causal)
-            needs.append(peak_bytes(make_plan(tile, direction, exchange, costs), self.shape))
-        return min(needs)
+            self._needs[key] = peak_bytes(make_plan(tile, direction, exchange, costs), self.shape)
+        return self._needs[key]
 
     def _nothing_fits(self, tiles: Sequence[TileShape], ways: Sequence[Direction]) -> None:
         """Raise MemoryLimitError with the smallest need: that of the direction which needs more, of the best tile."""
-        needs = {tile: max(self._need(tile, d) for d in ways) for tile in dict.fromkeys((*tiles, *self.tiles))}
+        needs = {
+            tile: max(min(self._need(tile, e, d) for e in self.exchanges) for d in ways)
+            for tile in dict.fromkeys((*tiles, *self.tiles))
+        }
         tile = min(needs, key=lambda t: needs[t])
         which = f"tile {tiles[0]} needs {needs[tiles[0]]}" if len(tiles) == 1 else f"none of {len(needs)} tiles fits"
         smallest = f"the smallest need is {needs[tile]} bytes a rank, of tile {tile}"

@@ -25,6 +25,11 @@ def test_the_drawn_schedules_are_the_plans(tile, direction, exchange):
     assert text in (ROOT / "docs" / "schedule.md").read_text()
 
 
+def test_no_placeholder_is_left_in_the_documents():
+    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")):
+        assert not re.findall(r"^[A-Z]+(?:_[A-Z]+)+$|TODO|FIXME", path.read_text(), re.MULTILINE), path
+
+
 def readme_example(code: str) -> list[int]:
     """Run the README's example on this rank, which is one of four."""
     import torch
