@@ -124,15 +124,20 @@ def _plan(args: argparse.Namespace, environ: dict[str, str], folder: Path) -> di
     )
     short = ("--exit-interval", str(min(_SHORT_RUN * every, iterations - iterations % every)))
     save = ("--save", str(folder / "checkpoint"), "--save-interval", str(iterations))
-    plain = ("--mesh-tile-shape-backward", "same", "--mesh-exchange", "direct", "--mesh-kernel", "auto")
+    # A mesh flag that is not at its default is refused without mesh, and the ring is to be a plain one.
+    plain = (
+        *("--mesh-tile-shape-backward", "same", "--mesh-exchange", "auto", "--mesh-kernel", "auto"),
+        *("--mesh-cluster", "auto"),
+    )
+    limit = ("--mesh-memory-limit",)
     single = (
         *plain,
         *("--context-parallel-size", "1", "--context-parallel-algo", "megatron", "--mesh-tile-shape", "auto"),
     )
     runs = (
         Run("mesh", str(main.args.mesh_tile_shape), save, main.ranks),
-        Run("ring", f"1x{cp}", (*short, *plain, "--mesh-tile-shape", f"1x{cp}"), main.ranks),
-        Run("CP=1", "-", (*short, *single), main.ranks // cp, without=("--mesh-log-comm",)),
+        Run("ring", f"1x{cp}", (*short, *plain, "--mesh-tile-shape", f"1x{cp}"), main.ranks, without=limit),
+        Run("CP=1", "-", (*short, *single), main.ranks // cp, without=("--mesh-log-comm", *limit)),
     )
     return {
         run: plan_launch(args.config, (*same, *run.flags), run.ranks, environ, without=run.without, any_ranks=True)

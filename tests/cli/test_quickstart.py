@@ -1,15 +1,18 @@
 """The quick start's own parts: reading logs, the table, the plot, and run folders that never collide."""
 
 import io
+import os
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_mesh_cp.cli.main import main
+from megatron_mesh_cp.cli import quickstart
+from megatron_mesh_cp.cli.main import build_parser, main
 from megatron_mesh_cp.cli.quickstart import Run, next_run_folder
 from megatron_mesh_cp.cli.run_log import RunLog, parse_log, worth_showing
 from megatron_mesh_cp.cli.run_report import common_iteration, comparison, plot_losses
+from megatron_mesh_cp.megatron.text_data import build_text_dataset
 
 LOG = """\
   lr_decay_iters .................................. 200
@@ -96,6 +99,25 @@ def test_plot_is_written_as_png(logs, tmp_path):
     path = plot_losses(logs, tmp_path / "loss.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["", "  --mesh-exchange: shift\n  --mesh-cluster: cpu-gloo\n  --mesh-memory-limit: 1GB\n"],
+    ids=["as shipped", "every mesh flag"],
+)
+def test_the_flags_of_all_three_runs_are_accepted(tmp_path, more):
+    """Mesh, ring, and CP=1 with stock attention, where a mesh flag that does nothing is refused."""
+    prefix = tmp_path / "data" / "text"
+    build_text_dataset(prefix, max_bytes=300_000, progress=False)
+    config = tmp_path / "recipe.yaml"
+    config.write_text((quickstart.CHECKOUT / "configs" / "quickstart.yaml").read_text().rstrip() + "\n" + more)
+    argv = ["quickstart", "--output", str(tmp_path), "--config", str(config)]
+    args = build_parser("quickstart").parse_args(argv)
+    launches = quickstart._plan(args, {**os.environ, "MESH_CP_DATA": str(prefix)}, tmp_path / "run")
+    algos = [launch.args.context_parallel_algo for launch in launches.values()]
+    assert algos == ["mesh", "mesh", "megatron"]
+    assert [launch.ranks for launch in launches.values()] == [4, 4, 1]
 
 
 def test_a_run_folder_is_always_new(tmp_path):
