@@ -13,7 +13,7 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -63,7 +63,7 @@ def plan_launch(
         more: Megatron flags as on a command line.
         ranks: number of ranks; by default RANKS of the recipe, else TP*PP*CP.
         environ: the environment of the ranks, before ENV_VARS of the recipe; `os.environ` by default.
-        without: bare flags of the recipe to leave out, which no later flag could undo.
+        without: flags of the recipe to leave out, with their values, which no later flag could undo.
         any_ranks: let `ranks` differ from RANKS.
 
     Raises:
@@ -75,7 +75,7 @@ def plan_launch(
         _check_ranks(ranks, recipe)
     parser = megatron_parser()  # takes seconds, so what is wrong without it has been told by now
     recipe = load_recipe(config, parser, environ)
-    flags = (*(flag for flag in recipe.flags if flag not in without), *more)
+    flags = (*_leave_out(recipe.flags, without), *more)
     args = _parse(parser, flags)
     _check_data(args)
     ranks = _rank_count(args, recipe, ranks)
@@ -103,6 +103,16 @@ class _MegatronHelp(argparse.HelpFormatter):
             return super()._expand_help(action)
         except (ValueError, TypeError, KeyError):  # a bare % in some of Megatron's help texts
             return action.help
+
+
+def _leave_out(flags: Sequence[str], without: Collection[str]) -> Iterator[str]:
+    """Flags and their values, but for those named."""
+    left_out = False
+    for word in flags:
+        if word.startswith("--"):
+            left_out = word in without
+        if not left_out:
+            yield word
 
 
 def megatron_parser() -> argparse.ArgumentParser:
