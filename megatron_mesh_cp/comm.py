@@ -270,7 +270,7 @@ def _ordered_by_stream(device: torch.device, group: dist.ProcessGroup) -> bool:
 
 def _label(transfers: Iterable[Transfer]) -> str:
     """A batch in short: "KV 3 <- 3, KV 0 -> 1"."""
-    return ", ".join(f"{t.payload.value.upper()} {t.chunk} {'->' if t.send else '<-'} {t.peer}" for t in transfers)
+    return ", ".join(t.label for t in transfers)
 
 
 def warm_up(group: dist.ProcessGroup) -> None:

@@ -21,6 +21,7 @@ end by one of the best policies, and the one that ends first is taken (`look_ahe
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, product
 from math import inf
@@ -80,12 +81,17 @@ class Work:
         the inputs, the end of all blocks that i rows and j columns allow is found from that of one row or one column
         less. In a backward every block but the own one gates a result, which follows it.
         """
-        end, _ = self.input_order(self.block)
+        end, _ = self.best_input_order
         if not self.chains[2] or not self.chains[3]:
             return max(self.bound(), end)  # blocks of the own row (or column) gate nothing: they can be the last
         tail = min(r.seconds for chain in self.chains[2:] for r in chain)
         held, _ = self.input_order(0.0)  # the own block comes last
         return max(self.bound(), min(end + tail, held + max(self.block, tail)))
+
+    @cached_property
+    def best_input_order(self) -> tuple[float, tuple[int, ...]]:
+        """`input_order` with the own block at the start."""
+        return self.input_order(self.block)
 
     def input_order(self, own: float) -> tuple[float, tuple[int, ...]]:
         """The order of inputs (chain by chain) that lets all blocks be done soonest, and when that is.
@@ -110,13 +116,46 @@ class Work:
             i, j = (i - 1, j) if order[-1] == 0 else (i, j - 1)
         return done[self.a - 1, self.b - 1][0], tuple(reversed(order))
 
+    @cached_property
+    def block_orders(self) -> dict[str, list[float]]:
+        """For each order of Policy the priority of every block (row * b + column), smallest first."""
+        # tail: seconds of the results that cannot leave before a row (column) is complete; 0 for the own one.
+        row_tail, column_tail = [0.0] * self.a, [0.0] * self.b
+        for tails, chain in ((row_tail, self.chains[2]), (column_tail, self.chains[3])):
+            left = 0.0
+            for round_ in reversed(chain):
+                left += round_.seconds
+                for offset in round_.needs:
+                    tails[offset] = left
+        rows = sorted(range(self.a), key=lambda x: -row_tail[x])
+        columns = sorted(range(self.b), key=lambda y: -column_tail[y])
+        row_rank, column_rank = ({v: k for k, v in enumerate(order)} for order in (rows, columns))
+        row_share, column_share = ([(k + 1) / size for k in range(size)] for size in (self.a, self.b))
+        places = list(product(range(self.a), range(self.b)))
+        keys = {
+            "rows": lambda x, y: (row_rank[x], column_rank[y]),
+            "columns": lambda x, y: (column_rank[y], row_rank[x]),
+            "both": lambda x, y: (
+                min(row_share[row_rank[x]], column_share[column_rank[y]]),
+                row_rank[x] + column_rank[y],
+            ),
+            "tail": lambda x, y: (-max(row_tail[x], column_tail[y]), -min(row_tail[x], column_tail[y])),
+        }
+        orders = {}
+        for name, key in keys.items():
+            priority = [0.0] * len(places)
+            for rank, (x, y) in enumerate(sorted(places, key=lambda place, key=key: key(*place))):
+                priority[x * self.b + y] = rank
+            orders[name] = priority
+        return orders
+
 
 @dataclass(frozen=True)
 class Policy:
     """How to choose.
 
     rows_first: weighs row inputs against column inputs (0: columns first, inf: rows first, None: in the order of
-    Work.input_order). eager: a result goes before an input. order: which blocks first. hold: the own block, which
+    Work.best_input_order). eager: a result goes before an input. order: which blocks first. hold: the own block, which
     gates no result and needs no input, is kept for the end, where it covers the last results.
     """
 
@@ -205,36 +244,6 @@ def look_ahead(work: Work, policy: Policy, trials: int, blocks_too: bool = True)
     return min(best, state.schedule(), key=lambda s: s.seconds)
 
 
-def block_orders(work: Work) -> dict[str, list[float]]:
-    """For each order of Policy the priority of every block (row * b + column), smallest first."""
-    # tail: seconds of the results that cannot leave before a row (column) is complete; 0 for the own one.
-    row_tail, column_tail = [0.0] * work.a, [0.0] * work.b
-    for tails, chain in ((row_tail, work.chains[2]), (column_tail, work.chains[3])):
-        left = 0.0
-        for round_ in reversed(chain):
-            left += round_.seconds
-            for offset in round_.needs:
-                tails[offset] = left
-    rows = sorted(range(work.a), key=lambda x: -row_tail[x])
-    columns = sorted(range(work.b), key=lambda y: -column_tail[y])
-    row_rank, column_rank = ({v: k for k, v in enumerate(order)} for order in (rows, columns))
-    share = [(k + 1) / size for size in (work.a, work.b) for k in range(size)]
-    places = list(product(range(work.a), range(work.b)))
-    keys = {
-        "rows": lambda x, y: (row_rank[x], column_rank[y]),
-        "columns": lambda x, y: (column_rank[y], row_rank[x]),
-        "both": lambda x, y: (min(share[row_rank[x]], share[work.a + column_rank[y]]), row_rank[x] + column_rank[y]),
-        "tail": lambda x, y: (-max(row_tail[x], column_tail[y]), -min(row_tail[x], column_tail[y])),
-    }
-    orders = {}
-    for name, key in keys.items():
-        priority = [0.0] * len(places)
-        for rank, (x, y) in enumerate(sorted(places, key=lambda place, key=key: key(*place))):
-            priority[x * work.b + y] = rank
-        orders[name] = priority
-    return orders
-
-
 _WAIT = -1
 
 
@@ -243,8 +252,8 @@ class _State:
 
     def __init__(self, work: Work, policy: Policy) -> None:
         self.work, self.policy = work, policy
-        self.orders = block_orders(work)
-        self.order = work.input_order(work.block)[1] if policy.rows_first is None else ()
+        self.orders = work.block_orders
+        self.order = work.best_input_order[1] if policy.rows_first is None else ()
         self.priority = self.orders[policy.order]
         self.now = 0.0
         self.left = work.a * work.b + sum(map(len, work.chains))  # blocks and rounds still to start

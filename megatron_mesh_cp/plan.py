@@ -100,6 +100,11 @@ class Transfer:
         verb, side = ("send", "to") if self.send else ("receive", "from")
         return f"{verb} {self.payload.value.upper()} chunk {self.chunk} {side} CP rank {self.peer}"
 
+    @property
+    def label(self) -> str:
+        """In short, for charts and traces: "KV 12 <- 4" (received), "QDO 3 -> 2" (sent)."""
+        return f"{self.payload.value.upper()} {self.chunk} {'->' if self.send else '<-'} {self.peer}"
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -189,15 +189,11 @@ def _spans(
         elif event.kind is EventKind.FINISH:
             start, end = log[index]
             if end > start:
-                spans.append(Span("wait", start, end, ", ".join(map(_label, event.transfers))))
+                spans.append(Span("wait", start, end, ", ".join(t.label for t in event.transfers)))
         else:
             lane = event.transfers[0].payload.channel.value
-            spans += [Span(lane, *transfer_span(index, k), _label(t)) for k, t in enumerate(event.transfers)]
+            spans += [Span(lane, *transfer_span(index, k), t.label) for k, t in enumerate(event.transfers)]
     return tuple(sorted(spans, key=lambda span: (span.start, span.end)))
-
-
-def _label(t: Transfer) -> str:
-    return f"{t.payload.value.upper()} {t.chunk} {'->' if t.send else '<-'} {t.peer}"
 
 
 def _spans_of(run: Run, rank: int) -> tuple[Span, ...]:

@@ -185,6 +185,21 @@ def peak_bytes(plan: Plan, shape: AttentionShape) -> int:
     return max(live_bytes(plan, 0, message, partial), default=0)
 
 
+def needed_bytes(
+    tile: TileShape,
+    direction: Direction,
+    exchange: str,
+    shape: AttentionShape,
+    cluster: Cluster | None,
+    *,
+    tp: int = 1,
+    causal: bool = True,
+) -> int:
+    """Candidate.peak_bytes without simulating it."""
+    costs = planning_costs(tile, direction, exchange, shape, cluster, tp=tp, causal=causal)
+    return peak_bytes(make_plan(tile, direction, exchange, costs), shape)
+
+
 def tiles_for(n: int, ranks_per_node: int | None = None) -> tuple[TileShape, ...]:
     """Every tile for n ranks; where the nodes are smaller than n, also with the column group on consecutive ranks."""
     tiles = all_tiles(n)
@@ -304,18 +319,15 @@ class _Search:
 
     def best(self, direction: Direction, tiles: Sequence[TileShape]) -> Candidate:
         """The best candidate of one direction."""
-        return self._pick([(t, direction) for t in tiles], lambda tile: (direction,))[direction]
+        return self._pick(tiles, (direction,))[direction]
 
     def both(self, tiles: Sequence[TileShape]) -> tuple[Candidate, Candidate]:
         """The best tile for both directions together; each direction has its own exchange."""
-        found = self._pick([(t, None) for t in tiles], lambda tile: tuple(Direction))
+        found = self._pick(tiles, tuple(Direction))
         return found[Direction.FORWARD], found[Direction.BACKWARD]
 
-    def _pick(
-        self, todo: Sequence[tuple[TileShape, object]], directions: Callable[[TileShape], tuple[Direction, ...]]
-    ) -> dict[Direction, Candidate]:
-        tiles = [tile for tile, _ in todo]
-        ways = directions(tiles[0])
+    def _pick(self, tiles: Sequence[TileShape], ways: Sequence[Direction]) -> dict[Direction, Candidate]:
+        """One tile for all of `ways`, the best for their sum."""
         floor = {tile: sum(self._floor(tile, d) for d in ways) for tile in tiles}
         options: list[dict[Direction, Candidate]] = []
         fastest = float("inf")
@@ -372,8 +384,9 @@ class _Search:
         """Peak bytes of a candidate; planned, not simulated."""
         key = (tile, exchange, direction)
         if key not in self._needs:
-            costs = planning_costs(tile, direction, exchange, self.shape, self.cluster, tp=self.tp, causal=self.causal)
-            self._needs[key] = peak_bytes(make_plan(tile, direction, exchange, costs), self.shape)
+            self._needs[key] = needed_bytes(
+                tile, direction, exchange, self.shape, self.cluster, tp=self.tp, causal=self.causal
+            )
         return self._needs[key]
 
     def _nothing_fits(self, tiles: Sequence[TileShape], ways: Sequence[Direction]) -> None:

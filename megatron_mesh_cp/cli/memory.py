@@ -9,9 +9,8 @@ from megatron_mesh_cp.cli.report import limit
 from megatron_mesh_cp.cost import mesh_bytes
 from megatron_mesh_cp.network import Network
 from megatron_mesh_cp.plan import EXCHANGES, Direction
-from megatron_mesh_cp.schedule import make_plan
 from megatron_mesh_cp.tile import TileShape
-from megatron_mesh_cp.tune import costs_for, peak_bytes, tiles_for
+from megatron_mesh_cp.tune import needed_bytes, tiles_for
 
 
 class Needs:
@@ -25,11 +24,11 @@ class Needs:
 
     def _of(self, tile: TileShape, direction: Direction) -> int:
         """With the exchange that needs less."""
-        s, found = self.setting, []
-        for exchange in self.exchanges:
-            costs = costs_for(s.cluster, s.shape, tile, direction, exchange=exchange, tp=s.tp, causal=s.causal)
-            found.append(peak_bytes(make_plan(tile, direction, exchange, costs), s.shape))
-        return min(found)
+        s = self.setting
+        return min(
+            needed_bytes(tile, direction, exchange, s.shape, s.cluster, tp=s.tp, causal=s.causal)
+            for exchange in self.exchanges
+        )
 
     def least(self, tile: str, backward: str) -> int:
         """The smallest limit with which these --tile and --tile-backward are planned."""
