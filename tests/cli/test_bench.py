@@ -16,6 +16,7 @@ from multiprocessing import active_children
 import psutil
 import pytest
 import torch
+from cli_checks import assert_refused
 from rich.console import Console
 
 from megatron_mesh_cp.cli import bench, bench_ranks
@@ -165,12 +166,7 @@ def test_one_rank_is_a_tile_too(capsys):
 def test_rejects_bad_input_before_a_rank_starts(argv, says, capsys, monkeypatch):
     monkeypatch.setattr(bench_ranks, "run_job", lambda job: pytest.fail("a rank would have started"))
     assert main(["bench", *argv.split(), "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mesh-cp: error: ")
-    assert err.count("\n") == 1
-    for word in says:
-        assert word in err
+    assert_refused(capsys, says)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from cli_checks import assert_refused
 
 from megatron_mesh_cp.cli import calibrate, calibrate_ranks
 from megatron_mesh_cp.cli.calibrate import cluster_text, fit_link, rates
@@ -144,12 +145,7 @@ def test_rejects_bad_input_before_a_rank_starts(argv, says, capsys, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibrate_ranks, "run_job", lambda job: pytest.fail("a rank would have started"))
     assert main(["calibrate", *argv.split(), "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mesh-cp: error: ")
-    assert err.count("\n") == 1
-    for word in says:
-        assert word in err
+    assert_refused(capsys, says)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cli_checks import assert_refused
 
 from megatron_mesh_cp.cli import compare
 from megatron_mesh_cp.cli.main import main
@@ -154,12 +155,7 @@ def test_an_empty_name_of_a_picture_is_refused(capsys):
 def test_rejects_bad_input_before_any_work(argv, says, capsys, monkeypatch):
     monkeypatch.setattr(compare, "compare_peers", lambda *a, **k: pytest.fail("work has begun"))
     assert main(["compare", *BASE.split(), *argv.split(), "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mesh-cp: error: ")
-    assert err.count("\n") == 1
-    for word in says:
-        assert word in err
+    assert_refused(capsys, says)
 
 
 @pytest.mark.parametrize("argv", ["--tile 4x8", "--memory-limit 1KB"])

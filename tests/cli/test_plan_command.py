@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from cli_checks import assert_refused
 
 from megatron_mesh_cp.cli import options, report
 from megatron_mesh_cp.cli.main import main
@@ -240,12 +241,7 @@ def test_rejects_bad_input_before_any_work(argv, says, tmp_path, capsys, monkeyp
     monkeypatch.setattr("megatron_mesh_cp.cli.plan.decide", lambda *a, **k: pytest.fail("work has begun"))
     base = [] if argv.startswith("--cp 4 --heads 8") else SMALL.split()
     assert main(["plan", *base, *argv.format(tmp=tmp_path).split(), "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mesh-cp: error: ")
-    assert err.count("\n") == 1
-    for word in says:
-        assert word in err
+    assert_refused(capsys, says)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cli_checks import assert_refused
 
 from megatron_mesh_cp.cli.main import main
 from megatron_mesh_cp.cluster import load_cluster
@@ -114,9 +115,4 @@ def test_the_table_shows_the_best_and_the_choice(capsys):
 )
 def test_rejects_bad_input(argv, says, capsys):
     assert main(["tune", *BASE.split(), *argv.split(), "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mesh-cp: error: ")
-    assert err.count("\n") == 1
-    for word in says:
-        assert word in err
+    assert_refused(capsys, says)
