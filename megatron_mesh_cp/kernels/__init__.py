@@ -6,15 +6,20 @@ with a contiguous last dimension; row statistics are [b, h, s] in fp32 (fp64 for
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 
+from .flash import FlashKernel
 from .reference import ReferenceKernel
 from .sdpa import SdpaKernel
+from .te import TeKernel, te_backends
 
-KERNELS = ("auto", "te", "flash", "sdpa", "reference")
-_BUILT: dict[str, type] = {"sdpa": SdpaKernel, "reference": ReferenceKernel}
+_BUILT: dict[str, type] = {"te": TeKernel, "flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
+KERNELS = ("auto", *_BUILT)
+_FUSED = ("te", "flash", "sdpa")  # what `auto` chooses among, in this order where Transformer Engine has no say
 
 
 class Kernel(Protocol):
@@ -29,8 +34,12 @@ class Kernel(Protocol):
     name: str
     wants_out: bool
 
+    @classmethod
+    def unavailable(cls, device_type: str) -> str:
+        """Why the kernel cannot be used on this machine for tensors of `device_type`; empty where it can."""
+
     def check(self, dtype: torch.dtype, device_type: str, head_dim: int, v_head_dim: int) -> None:
-        """Raise ValueError, naming what would work, where this kernel cannot do what is asked."""
+        """Raise ValueError, naming what would work, where an available kernel cannot do what is asked."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
@@ -55,6 +64,60 @@ class Kernel(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A kernel's name, and why it was chosen."""
+
+    name: str
+    why: str
+
+
+def unavailable(name: str, device_type: str) -> str:
+    """Why the kernel called `name` cannot be used here for tensors of `device_type`; empty where it can."""
+    return _BUILT[name].unavailable(device_type)
+
+
+@lru_cache(maxsize=64)
+def auto_choice(dtype: torch.dtype, device_type: str, head_dim: int, v_head_dim: int | None = None) -> Choice:
+    """What `auto` stands for: on CUDA what Transformer Engine itself would pick for this GPU and dtype.
+
+    Where that is a kernel mesh attention does not call (flash-attn 3 or 4, or Transformer Engine's unfused one), or
+    there is no Transformer Engine: the first of te, flash and sdpa that can do what is asked.
+
+    Raises ValueError, saying of each kernel what is in the way, where none can.
+    """
+    v_head_dim = v_head_dim or head_dim
+    if device_type == "cpu":
+        return Choice("sdpa", "PyTorch's own fused attention, the fastest on a CPU")
+    refusals = {name: _refusal(name, dtype, device_type, head_dim, v_head_dim) for name in _FUSED}
+    fine = [name for name in _FUSED if not refusals[name]]
+    if not fine:
+        raise ValueError(
+            f"no kernel for {dtype}, head dim {head_dim} on {device_type}: "
+            + "; ".join(f"{name}: {why}" for name, why in refusals.items())
+            + "; what works is bf16 or fp16, or kernel reference (unfused, for checks only)"
+        )
+    if not unavailable("te", device_type):
+        picked = te_backends(dtype, head_dim, v_head_dim).picked
+        wanted = {"fused": "te", "flash": "flash"}.get(picked)
+        if wanted in fine:
+            return Choice(wanted, f"what Transformer Engine picks ({picked} attention)")
+        why = f"Transformer Engine would pick {picked} attention" + (f" ({refusals[wanted]})" if wanted else "")
+        return Choice(fine[0], f"{why}, so the next best")
+    return Choice(fine[0], "; ".join(f"{name}: {refusals[name]}" for name in _FUSED[: _FUSED.index(fine[0])]))
+
+
+def _refusal(name: str, dtype: torch.dtype, device_type: str, head_dim: int, v_head_dim: int) -> str:
+    """Why a kernel cannot do what is asked on this machine; empty where it can."""
+    if why := unavailable(name, device_type):
+        return why
+    try:
+        _BUILT[name]().check(dtype, device_type, head_dim, v_head_dim)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def select_kernel(
     name: str,
     *,
@@ -64,23 +127,32 @@ def select_kernel(
     v_head_dim: int | None = None,
     flag: str = "kernel",
 ) -> Kernel:
-    """The kernel called `name` (`auto`: the fastest for the device), checked against what it will be given.
+    """The kernel called `name` (`auto`: see `auto_choice`), checked against what it will be given.
 
     Raises ValueError naming `flag` for an unknown or not installed kernel, or one that cannot do what is asked.
     """
     if name not in KERNELS:
         raise ValueError(f"{flag} {name!r}: choose from {', '.join(KERNELS)}")
+    try:
+        return _selected(name, dtype, device_type, head_dim, v_head_dim or head_dim)
+    except ValueError as error:
+        raise ValueError(f"{flag} {name}: {error}") from None
+
+
+@lru_cache(maxsize=64)  # asked at every call of the attention
+def _selected(name: str, dtype: torch.dtype, device_type: str, head_dim: int, v_head_dim: int) -> Kernel:
     if name == "auto":
-        if device_type != "cpu":
-            raise ValueError(
-                f"{flag} auto: this release has no fused kernel for {device_type} tensors; "
-                f"{flag} reference runs there (unfused, for checks only)"
-            )
-        name = "sdpa"
-    if name not in _BUILT:
-        raise ValueError(
-            f"{flag} {name}: kernel not installed (this release has no binding to it); use sdpa on CPU or reference"
-        )
+        name = auto_choice(dtype, device_type, head_dim, v_head_dim).name
+    if why := unavailable(name, device_type):
+        raise ValueError(why)
     kernel = _BUILT[name]()
-    kernel.check(dtype, device_type, head_dim, v_head_dim or head_dim)
+    kernel.check(dtype, device_type, head_dim, v_head_dim)
     return kernel
+
+
+def forget_choices() -> None:
+    """Ask packages, versions and Transformer Engine again (they are asked once a process)."""
+    from .packages import load
+
+    for cached in (auto_choice, _selected, te_backends, load):
+        cached.cache_clear()

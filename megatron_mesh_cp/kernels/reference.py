@@ -16,9 +16,13 @@ class ReferenceKernel:
     name = "reference"
     wants_out = False
 
+    @classmethod
+    def unavailable(cls, device_type: str) -> str:
+        return ""
+
     def check(self, dtype: torch.dtype, device_type: str, head_dim: int, v_head_dim: int) -> None:
         if not dtype.is_floating_point:
-            raise ValueError(f"kernel reference: dtype {dtype} is not a floating-point type")
+            raise ValueError(f"dtype {dtype} is not a floating-point type")
 
     def forward(self, q, k, v, causal, scale):
         scores = _scores(q, k, causal, scale)

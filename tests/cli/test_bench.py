@@ -146,7 +146,7 @@ def test_one_rank_is_a_tile_too(capsys):
         ("--tiles ,", ["--tiles", "AxB"]),
         ("--seq-len 100", ["--seq-len 100", "--ranks 4", "= 8", "96 or 104"]),
         ("--heads 8 --kv-heads 3", ["--heads 8", "--kv-heads 3", "1, 2, 4, 8"]),
-        ("--kernel te", ["--kernel te", "not installed"]),
+        ("--kernel te", ["--kernel te", "runs on CUDA tensors"]),
         ("--kernel magic", ["--kernel 'magic'", "sdpa"]),
         ("--exchange post", ["post", "direct"]),
         ("--exchange auto", ["mesh-cp: error: --exchange 'auto'", "direct, shift"]),
@@ -212,7 +212,7 @@ def test_reduction_is_against_the_measured_ring_only():
 def test_a_rank_that_fails_is_named_and_none_is_left():
     """A kernel that no rank can build stands for any failure in a rank; the check before the start is skipped."""
     before = set(active_children())
-    with pytest.raises(RanksError, match=r"(?s)rank \d failed.*kernel te: kernel not installed"):
+    with pytest.raises(RanksError, match=r"(?s)rank \d failed.*kernel te: it runs on CUDA tensors"):
         run_job(replace(JOB, seq_len=64, kernel="te"))
     assert set(active_children()) <= before
 

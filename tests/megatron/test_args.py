@@ -174,8 +174,8 @@ REFUSED = {
         "--num-attention-heads 8 with --tensor-model-parallel-size 3",
     ),
     "hierarchical sizes": ("--hierarchical-context-parallel-sizes 4 1", "--hierarchical-context-parallel-sizes 4 1"),
-    "te": ("--mesh-kernel te", "--mesh-kernel te: kernel not installed"),
-    "flash": ("--mesh-kernel flash", "--mesh-kernel flash: kernel not installed"),
+    "te": ("--mesh-kernel te", "--mesh-kernel te: it runs on CUDA tensors, got cpu"),
+    "flash": ("--mesh-kernel flash", "--mesh-kernel flash: it runs on CUDA tensors, got cpu"),
 }
 
 
