@@ -110,7 +110,7 @@ class _Call:
     def problem(self, direction: Direction) -> Problem:
         exchange = self.exchanges[direction is Direction.BACKWARD]
         program = self.groups.program(direction, exchange)
-        return Problem(self.groups, program, self.kernel, self.causal, self.scale, self.layout)
+        return Problem(self.groups, program, self.kernel, self.causal, self.scale, self.layout, self.qkv_format)
 
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """A [b, h, s, d] view; the kernels want a contiguous last dimension."""

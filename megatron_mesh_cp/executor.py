@@ -6,6 +6,7 @@ each event does. Inside, tensors are [b, h, s, d] views, row statistics [b, h, s
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from .kernels import Kernel
 from .layout import BlockKind, block_kind
 from .merge import NEG_INF, clean_lse, merge_, stand_in_out, stats_dtype
 from .plan import Block, Direction, Event, EventKind, Item, Payload, Transfer
-from .wire import Wire
+from .wire import Wire, in_memory_order
 
 Tensors = tuple[torch.Tensor, ...]
 _ALL = slice(None)
@@ -32,6 +33,7 @@ class Problem:
     causal: bool
     scale: float
     layout: str
+    memory: str = "bhsd"  # how the caller's [b, h, s, d] views lie in memory: "sbhd" or "bshd"
 
 
 class _Run:
@@ -132,6 +134,10 @@ class _Run:
             self.chunks.pop(item, None)
             self.inputs.pop(item, None)
 
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        flat = torch.zeros(math.prod(shape), dtype=self.acc, device=self.device)
+        return in_memory_order(flat, shape, self.p.memory)
+
     def _channel(self, event: Event):
         return self.p.groups.channel(self.direction, event.transfers[0].payload.channel)
 
@@ -155,9 +161,9 @@ class ForwardRun(_Run):
         rank, acc = problem.groups.rank, stats_dtype(q.dtype)
         out_shape = (*q.shape[:3], v.shape[-1])
         wires = {
-            Payload.Q: Wire(((tuple(q.shape), q.dtype),)),
-            Payload.KV: Wire(((tuple(k.shape), k.dtype), (tuple(v.shape), v.dtype))),
-            Payload.O: Wire(((out_shape, q.dtype), (out_shape[:3], acc))),
+            Payload.Q: Wire(((tuple(q.shape), q.dtype),), problem.memory),
+            Payload.KV: Wire(((tuple(k.shape), k.dtype), (tuple(v.shape), v.dtype)), problem.memory),
+            Payload.O: Wire(((out_shape, q.dtype), (out_shape[:3], acc)), problem.memory),
         }
         super().__init__(problem, {(Payload.Q, rank): (q,), (Payload.KV, rank): (k, v)}, wires)
         self.out_shape = out_shape
@@ -190,7 +196,7 @@ class ForwardRun(_Run):
     def _partial(self, item: Item) -> Tensors:
         if item not in self.partials:
             self.partials[item] = (
-                torch.zeros(self.out_shape, dtype=self.acc, device=self.device),
+                self._zeros(self.out_shape),
                 torch.full(self.out_shape[:3], NEG_INF, dtype=self.acc, device=self.device),
             )
         return self.partials[item]
@@ -215,10 +221,10 @@ class BackwardRun(_Run):
         q_part, k_part, v_part = ((tuple(x.shape), x.dtype) for x in (q, k, v))
         stat = (tuple(lse.shape), lse.dtype)
         wires = {
-            Payload.QDO: Wire((q_part, (tuple(dout.shape), q.dtype), stat, stat)),
-            Payload.KV: Wire((k_part, v_part)),
-            Payload.DQ: Wire((q_part,)),
-            Payload.DKV: Wire((k_part, v_part)),
+            Payload.QDO: Wire((q_part, (tuple(dout.shape), q.dtype), stat, stat), problem.memory),
+            Payload.KV: Wire((k_part, v_part), problem.memory),
+            Payload.DQ: Wire((q_part,), problem.memory),
+            Payload.DKV: Wire((k_part, v_part), problem.memory),
         }
         super().__init__(problem, {(Payload.QDO, rank): (q, dout, lse, delta), (Payload.KV, rank): (k, v)}, wires)
         self._stand_ins: dict[int, torch.Tensor] = {}
@@ -286,9 +292,7 @@ class BackwardRun(_Run):
 
     def _partial(self, item: Item) -> Tensors:
         if item not in self.partials:
-            self.partials[item] = tuple(
-                torch.zeros(shape, dtype=self.acc, device=self.device) for shape, _ in self.wires[item[0]].parts
-            )
+            self.partials[item] = tuple(self._zeros(shape) for shape, _ in self.wires[item[0]].parts)
         return self.partials[item]
 
 

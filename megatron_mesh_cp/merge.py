@@ -32,14 +32,11 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_ls
     """
     part_lse = clean_lse(part_lse).to(lse.dtype)
     merged = torch.logaddexp(lse, part_lse)
-    # -inf - -inf is NaN: shift by 0 where both rows are empty, so that both weights are exp(-inf) = 0.
+    # -inf - -inf is NaN: shift by 0 where both rows are empty, so that the part's weight is exp(-inf) = 0.
     shift = torch.where(merged == NEG_INF, 0.0, merged)
-    out.mul_(torch.exp(lse - shift).unsqueeze(-1))
     weight = torch.exp(part_lse - shift).unsqueeze(-1)
-    if part_out.dtype == out.dtype:
-        out.addcmul_(part_out, weight)
-    else:
-        out.add_(part_out.to(out.dtype).mul_(weight))
+    # exp(l1 - m) = 1 - exp(l2 - m), so this is one pass over out: o1 + w (o2 - o1).
+    out.lerp_(part_out.to(out.dtype), weight)
     lse.copy_(merged)
 
 
