@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from megatron_mesh_cp.groups import MeshGroups
 from megatron_mesh_cp.kernels import Kernel, select_kernel
 from megatron_mesh_cp.plan import Channel, Direction, Payload, Transfer
 from megatron_mesh_cp.tile import TileShape
+
+Key = TypeVar("Key", bound=Hashable)
 
 MESSAGES = (4096, 16384, 65536, 262144, 1048576, 4194304)  # bytes
 _BYTES_A_ROUND = 16 * 2**20  # that a rank sends in one measurement, in 20 messages at most
@@ -74,7 +77,7 @@ def _measure(rank: int, job: Job) -> Result:
     return Result(messages, rows)
 
 
-def _best[Key: Hashable](measurements: dict[Key, tuple[Callable[[], None], int]], repeats: int) -> dict[Key, float]:
+def _best(measurements: dict[Key, tuple[Callable[[], None], int]], repeats: int) -> dict[Key, float]:
     """The least seconds of every (work, count), measured in turn, so that a busy moment spoils one repeat of each."""
     best = dict.fromkeys(measurements, math.inf)
     for number in range(repeats + 1):

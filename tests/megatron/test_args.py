@@ -18,6 +18,8 @@ from megatron_mesh_cp.plan import Direction
 from megatron_mesh_cp.tile import TileShape
 from megatron_mesh_cp.tune import rank_candidates
 
+pytestmark = pytest.mark.compat
+
 BASE = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128
     --micro-batch-size 1 --attention-dropout 0 --no-create-attention-mask-in-dataloader --transformer-impl local
@@ -27,6 +29,7 @@ BASE = """
 
 @pytest.fixture(scope="module")
 def parser() -> argparse.ArgumentParser:
+    pytest.importorskip("megatron.training", reason="this megatron-core ships no megatron.training")
     from megatron.training.arguments import add_megatron_arguments
 
     return add_args(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))

@@ -8,6 +8,8 @@ from mesh_cases import Case, errors
 
 from megatron_mesh_cp import MeshGroups, TileShape
 
+pytestmark = pytest.mark.compat
+
 
 def with_megatron(case: Case, tp: int) -> dict:
     """TP 2 x CP 4 on 8 ranks: CP ranks are two apart; groups from Megatron, parity, and what was created."""

@@ -19,6 +19,8 @@ from megatron_mesh_cp import TileShape, add_args, install, uninstall
 from megatron_mesh_cp.megatron.config import MeshConfig
 from megatron_mesh_cp.megatron.core_attention import MeshDotProductAttention
 
+pytestmark = pytest.mark.compat
+
 MESH = MeshConfig(TileShape(2, 2), TileShape(2, 2))
 
 
@@ -31,6 +33,7 @@ def _undo(monkeypatch):
 
 
 def parse(flags: str) -> argparse.Namespace:
+    pytest.importorskip("megatron.training", reason="this megatron-core ships no megatron.training")
     from megatron.training.arguments import add_megatron_arguments
 
     return add_args(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))).parse_args(shlex.split(flags))
@@ -46,7 +49,9 @@ def core_attentions() -> dict[str, list[type]]:
     layers = gpt_layer_specs.get_gpt_decoder_layer_specs(moe, use_transformer_engine=False)
     dense = gpt_layer_specs.get_gpt_layer_local_spec()
     mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config(mtp_num_layers=1), dense, use_transformer_engine=False)
-    inner = [layer.submodules.mtp_model_layer for layer in mtp.layer_specs]
+    # megatron-core 0.16 calls it transformer_layer.
+    name = "mtp_model_layer" if hasattr(mtp.layer_specs[0].submodules, "mtp_model_layer") else "transformer_layer"
+    inner = [getattr(layer.submodules, name) for layer in mtp.layer_specs]
     return {
         name: [spec.submodules.self_attention.submodules.core_attention for spec in specs]
         for name, specs in {"dense": [dense], "MoE": layers, "MTP": inner}.items()
