@@ -6,9 +6,10 @@ the time of a pairwise exchange), grouped into one call as NCCL wants it.
 Note [Queues]
 ~~~~~~~~~~~~~
 A batch begins when those before it in its queue are complete, also while a block is being computed. NCCL's streams do
-that by themselves: a batch is posted at once and runs after the one before. On gloo every batch that is posted shares
-the link with all others, and nothing would post the next one in the middle of a block; there a thread of the queue
-posts a batch, waits for it, and takes the next. Kernels run without the interpreter's lock, so it wakes when it must.
+that by themselves: a batch is posted at once and runs after the one before (see streams.py). On gloo every batch that
+is posted shares the link with all others, and nothing would post the next one in the middle of a block; there a thread
+of the queue posts a batch, waits for it, and takes the next. Kernels run without the interpreter's lock, so it wakes
+when it must. CUDA tensors over gloo (several ranks that share one GPU) go through host memory on the same thread.
 
 A thread that wants the interpreter's lock while the interpreter shuts down ends the process with an abort, not with its
 own exit code. So threads are ended before, and a little time is given to transfers under way. Where a peer never comes,
@@ -32,6 +33,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from . import streams
 from .plan import Transfer
 
 # Told of everything a rank does: lane ("row", "column", "compute", "wait"), label, start and end (time.perf_counter).
@@ -79,10 +81,11 @@ class Counters:
 class TransferQueue:
     """Runs jobs in order on a thread of its own, which ends when the queue is dropped; see Note [Queues].
 
-    After a job that failed, all later ones fail with the same text.
+    After a job that failed, all later ones fail with the same text. order: for batches that CUDA streams carry.
     """
 
     def __init__(self) -> None:
+        self.order = streams.StreamOrder()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)
@@ -155,7 +158,8 @@ class ChannelComm:
         self.queue = TransferQueue()
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._global = dict(members)
-        self._outstanding: deque[tuple[Callable[[], None], str]] = deque()  # how to wait for a batch; what it is
+        # How to wait for a batch, what it is, its buffers.
+        self._outstanding: deque[tuple[Callable[[], object], str, Batch]] = deque()
         self._abandoned = False
         _channels.add(self)
 
@@ -169,18 +173,24 @@ class ChannelComm:
                 )
             if not buffer.is_contiguous():
                 raise ValueError(f"{self.name} channel: the buffer to {transfer} is not contiguous")
-        if _ordered_by_stream(ordered[0][1].device, self.group):
-            works = self._post(ordered, where, direction)
+        device = ordered[0][1].device
+        route = streams.route_of(device, self.group)
+        if route is streams.Route.STREAM:
+            works = self.queue.order.after_others(self, lambda: self._post(ordered, where, direction), _wait_all)
             done = lambda: self._wait(works, where)  # noqa: E731
-        else:
+        elif route is streams.Route.THREAD:
             done = self.queue.submit(lambda: self._carry(ordered, where, direction)).result
-        self._outstanding.append((done, _label(t for t, _ in ordered)))
+        else:
+            staged = streams.Staged(device, [(t.send, buffer) for t, buffer in ordered])
+            done = self.queue.submit(lambda: self._carry_staged(staged, ordered, where, direction)).result
+        # The buffers stay alive until the batch is waited for: no memory is handed out again under a transfer.
+        self._outstanding.append((done, _label(t for t, _ in ordered), ordered))
 
     def finish(self) -> None:
         """Wait for the oldest batch outstanding. Raises CommError, naming the transfer and the peer, if it fails."""
         if not self._outstanding:
             raise RuntimeError(f"{self.name} channel: there is no batch to finish")
-        done, label = self._outstanding.popleft()
+        done, label, _buffers = self._outstanding.popleft()
         begin = time.perf_counter()
         done()
         end = time.perf_counter()
@@ -201,6 +211,11 @@ class ChannelComm:
         self._wait(self._post(batch, where, direction), where)
         if self.counters.recorder is not None:
             self.counters.recorder(self.name, _label(t for t, _ in batch), begin, time.perf_counter())
+
+    def _carry_staged(self, staged: streams.Staged, batch: Batch, where: str, direction: str) -> None:
+        """Carry a batch of CUDA tensors through host memory; on the queue's thread."""
+        with staged.host_buffers() as buffers:
+            self._carry([(t, buffer) for (t, _), buffer in zip(batch, buffers, strict=True)], where, direction)
 
     def _post(self, batch: Batch, where: str, direction: str) -> list[tuple[dist.Work, list[Transfer]]]:
         """Hand a batch to torch.distributed, and count it."""
@@ -255,17 +270,9 @@ def _end_threads() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel.group))
 
 
-def _ordered_by_stream(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether batches that are posted at once run one after the other. Raises ValueError where neither way is known."""
-    if device.type == "cpu":
-        return False
-    backend = group._get_backend(device).name() if device.type == "cuda" else ""
-    if backend != "nccl":
-        raise ValueError(
-            f"mesh attention on {device.type} tensors with backend {backend or 'unknown'}: use CPU tensors, or CUDA "
-            "tensors with NCCL"
-        )
-    return True
+def _wait_all(works: list[tuple[dist.Work, list[Transfer]]]) -> None:
+    for work, _ in works:
+        work.wait()
 
 
 def _label(transfers: Iterable[Transfer]) -> str:
@@ -275,9 +282,19 @@ def _label(transfers: Iterable[Transfer]) -> str:
 
 def warm_up(group: dist.ProcessGroup) -> None:
     """One collective over a group when it is built, so that no communicator is made lazily in mid-step."""
-    # "cpu:gloo,cuda:nccl" is one group with a backend for each type of device.
+    # "cpu:gloo,cuda:nccl" is one group with a backend for each type of device; gloo's is one for both.
     for device in sorted({device.type for device in group._device_types}):
         if device == "cpu":
             dist.all_reduce(torch.zeros(1), group=group)
-        elif device == "cuda" and torch.cuda.is_available():
+        elif device == "cuda" and streams.backend_of(torch.device("cuda"), group) == "nccl":
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+
+def check_timeout(group: dist.ProcessGroup, timeout: float | None) -> None:
+    """Raise ValueError for a limit of its own on a batch where NCCL carries it: the host would wait for every one."""
+    cuda = any(device.type == "cuda" for device in group._device_types)
+    if timeout is not None and cuda and streams.backend_of(torch.device("cuda"), group) == "nccl":
+        raise ValueError(
+            f"timeout {timeout} with NCCL: its transfers are waited for on the GPU, where the group's own limit "
+            "applies; leave it out and pass init_process_group(timeout=...)"
+        )

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from .comm import ChannelComm, CommError, Counters, warm_up
+from .comm import ChannelComm, CommError, Counters, check_timeout, warm_up
 from .cost import Costs
 from .plan import Channel, Direction, Event, Plan
 from .schedule import make_plan
@@ -99,13 +99,15 @@ class MeshGroups:
 
         Args:
             tile, backward: tiles of forward and backward (default: the same), a*b = size of cp_group.
-            timeout: seconds that one batch of transfers may take (default: the process group's own limit).
+            timeout: seconds that one batch of transfers may take (default: the process group's own limit; on NCCL
+                that is the only one).
             costs: durations that decide the order of each direction (tune.costs_for; default: nominal ones).
 
         Raises: ValueError where a*b is not the group's size or the members disagree on the tiles.
         """
         backward = backward or tile
         _check_group(cp_group, tile, backward)  # before the members talk
+        check_timeout(cp_group, timeout)
         _check_agreement(cp_group, f"tile {tile}, backward tile {backward}{_said(costs)}")
         warm_up(cp_group)
         pairs = dict.fromkeys((tile, backward), (cp_group, cp_group))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 _AXES = "bhsd"
 
 
