@@ -19,7 +19,8 @@ class MeshConfig:
     tile, tile_backward: a*b = context-parallel size. exchange, exchange_backward: direct or shift (backward default: as
     forward). kernel: as typed. shape: one attention call of one layer on one rank, for predictions; None where only
     the tile is known. log_comm: print what travels each log interval. costs: what each direction's order is planned
-    for (default: nominal). why: how the tile was chosen, for the receipt.
+    for (default: nominal). why: how the tile was chosen, for the receipt. comm_types: Megatron's cp_comm_type, one for
+    all layers or one a layer; the layers with "mesh" are ours.
 
     Raises ValueError where the two tiles are for different sizes or an exchange is unknown.
     """
@@ -33,6 +34,7 @@ class MeshConfig:
     exchange_backward: str | None = None
     costs: tuple[tuple[Direction, Costs], ...] = ()
     why: str = ""
+    comm_types: tuple[str, ...] = ("mesh",)
 
     def __post_init__(self) -> None:
         self.tile_backward.check_size(self.tile.size, "--mesh-tile-shape-backward")
@@ -40,7 +42,15 @@ class MeshConfig:
             check_exchange(self.exchange_of(direction), "--mesh-exchange")
 
     @classmethod
-    def of(cls, decision: Decision, *, kernel: str, shape: AttentionShape, log_comm: bool) -> MeshConfig:
+    def of(
+        cls,
+        decision: Decision,
+        *,
+        kernel: str,
+        shape: AttentionShape,
+        log_comm: bool,
+        comm_types: tuple[str, ...] = ("mesh",),
+    ) -> MeshConfig:
         """The settings that `tune.decide` chose."""
         forward, backward = decision.forward, decision.backward
         return cls(
@@ -53,6 +63,7 @@ class MeshConfig:
             exchange_backward=backward.exchange,
             costs=tuple((c.direction, c.costs) for c in (forward, backward)),
             why=decision.why,
+            comm_types=comm_types,
         )
 
     def said(self) -> str:

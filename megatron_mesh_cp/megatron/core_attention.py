@@ -72,7 +72,8 @@ class MeshDotProductAttention(MegatronModule):
         self.kernel = kernel.name
         self.mesh.tile.check_size(config.context_parallel_size, "--mesh-tile-shape")
         self.groups = shared_groups(pg_collection, self.mesh)
-        print_receipt(self.mesh, self.groups, self.kernel, config.params_dtype)
+        head_dims = config.kv_channels, config.kv_channels
+        print_receipt(self.mesh, self.groups, self.kernel, config.params_dtype, head_dims)
 
     def forward(
         self,

@@ -16,11 +16,15 @@ _installed: MeshConfig | None = None
 
 
 def install(args_or_config: argparse.Namespace | MeshConfig) -> MeshConfig | None:
-    """Make Megatron's layer specs use Mesh-Attention as core attention: dense, MoE block and MTP specs alike.
+    """Make Megatron's attention layers use Mesh-Attention: dense, MoE block and MTP specs alike.
+
+    Megatron's own (`local`) attention is swapped in the layer specs. Transformer Engine's stays what it is and runs
+    mesh for cp_comm_type "mesh" (te_seam.py), which may be named for some layers only.
 
     Call it on all ranks once the arguments are parsed (before or after Megatron validates them) and before Megatron
     makes its process groups. With parsed arguments it sets `hierarchical_context_parallel_sizes` to the tile and
-    `cp_comm_type` to "mesh", so that an attention which was not swapped fails instead of running another algorithm.
+    `cp_comm_type` to "mesh" (or leaves a list that names it for some layers), so that an attention which knows nothing
+    of mesh fails instead of running another algorithm.
     With --context-parallel-algo megatron it does nothing. Installing the same settings twice is harmless.
 
     Args: parsed Megatron arguments (see `add_args`), or a MeshConfig where there are none; then the model's
@@ -54,7 +58,7 @@ def apply(mesh: MeshConfig, args: argparse.Namespace) -> None:
     """Write the settings into parsed Megatron arguments, as Megatron reads them."""
     if mesh.size > 1:
         args.hierarchical_context_parallel_sizes = list(mesh.tile.levels)
-    args.cp_comm_type = ["mesh"]
+    args.cp_comm_type = list(mesh.comm_types)
 
 
 def uninstall() -> None:
@@ -68,8 +72,12 @@ def uninstall() -> None:
 def _patch(mesh: MeshConfig, args: argparse.Namespace | None) -> None:
     from .groups import after_model_parallel, make_backward_groups
     from .log_comm import wrap_training_log
+    from .te_seam import open_seam, te_unavailable
 
     _swap_core_attention(mesh)
+    # With arguments it is known which attention the model has; without, Transformer Engine's is served where it can be.
+    if args.transformer_impl == "transformer_engine" if args is not None else not te_unavailable():
+        _undo.append(open_seam(mesh))
 
     def make() -> None:
         if mesh.tile_backward != mesh.tile:
@@ -85,14 +93,12 @@ def _patch(mesh: MeshConfig, args: argparse.Namespace | None) -> None:
 
 
 def _swap_core_attention(mesh: MeshConfig) -> None:
-    # Every GPT layer spec (dense, MoE blocks, MTP) asks its backend's spec provider which core attention to use: the
-    # one place that all of them pass.
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    # Every local GPT layer spec (dense, MoE blocks, MTP) asks this provider which core attention to use: the one place
+    # that all of them pass.
     from megatron.core.models.backends import LocalSpecProvider
 
     from .core_attention import MeshDotProductAttention
 
     bound = MeshDotProductAttention.bind(mesh)
-    for provider in (LocalSpecProvider, TESpecProvider):
-        _undo.append(functools.partial(setattr, provider, "core_attention", provider.core_attention))
-        provider.core_attention = lambda self: bound
+    _undo.append(functools.partial(setattr, LocalSpecProvider, "core_attention", LocalSpecProvider.core_attention))
+    LocalSpecProvider.core_attention = lambda self: bound

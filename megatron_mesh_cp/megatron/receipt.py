@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from ..groups import MeshGroups
+from ..kernels import auto_choice
 from ..plan import Direction
 from ..units import human
 from .config import MeshConfig
@@ -30,6 +33,8 @@ def receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtyp
     ]
     if mesh.why:
         parts.append(f"chosen: {mesh.why}")
+    if len(set(mesh.comm_types)) > 1:
+        parts.append(f"in {mesh.comm_types.count('mesh')} of {len(mesh.comm_types)} layers")
     if mesh.shape is not None:
         size = mesh.bytes_per_call()
         mesh_total = size["forward"] + size["backward"]
@@ -43,8 +48,25 @@ def receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtyp
     return "; ".join(parts)
 
 
-def print_receipt(mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtype) -> None:
-    """Print the receipt once, on global rank 0."""
+def print_receipt(
+    mesh: MeshConfig, groups: MeshGroups, kernel: str, dtype: torch.dtype, head_dims: tuple[int, int]
+) -> None:
+    """Print the receipt once, on global rank 0; head_dims: of Q and K, and of V."""
     if mesh not in _printed and dist.get_rank() == 0:
+        if mesh.kernel == "auto" and torch.cuda.is_available():
+            kernel = f"{kernel} ({auto_choice(dtype, 'cuda', *head_dims).why})"
         print(receipt(mesh, groups, kernel, dtype), flush=True)
+        for warning in warnings_of(mesh):
+            print(f"[mesh-cp] warning: {warning}", flush=True)
     _printed.add(mesh)
+
+
+def warnings_of(mesh: MeshConfig) -> list[str]:
+    """What makes a run slower than it could be and can only be set before the process starts."""
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if mesh.size == 1 or not torch.cuda.is_available() or connections == "1":
+        return []
+    return [
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {connections or 'not set'}: with 1, a transfer starts before the blocks that "
+        "are launched after it; export it before the processes start"
+    ]

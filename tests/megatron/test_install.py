@@ -78,11 +78,13 @@ def test_nothing_but_the_core_attention_changes_in_a_spec():
     assert repr(after.submodules.self_attention) == repr(before.submodules.self_attention)
 
 
-def test_the_transformer_engine_specs_ask_the_same_provider():
+def test_transformer_engine_specs_keep_their_own_attention():
+    """It runs mesh for cp_comm_type "mesh": tests/te."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
+    before = TESpecProvider.core_attention
     install(MESH)
-    assert issubclass(TESpecProvider.core_attention(None), MeshDotProductAttention)
+    assert TESpecProvider.core_attention is before
 
 
 def test_uninstall_puts_megatrons_own_back_and_a_second_install_is_harmless():
