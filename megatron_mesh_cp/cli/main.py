@@ -18,6 +18,7 @@ COMMANDS = {
     "tune": "rank all tiles on a cluster and choose one",
     "compare": "set mesh beside ring, Ulysses and the others: bytes, time, memory",
     "bench": "measure attention alone: bytes, seconds and error of several tiles",
+    "doctor": "check this machine: torch, CUDA, Megatron, kernels, Apex, environment variables",
     "calibrate": "measure the links and the attention kernel of this machine, and write a cluster file",
 }
 
