@@ -122,11 +122,16 @@ def _prepared(method: Callable, mesh: MeshConfig) -> Callable:
 
     @functools.wraps(method)
     def wrapper(self, *args, **kwargs):
-        result = method(self, *args, **kwargs)
+        refusal = None
         if method.__name__ == "__init__":
             call = signature.bind(self, *args, **kwargs)
             call.apply_defaults()
-            setattr(self, _REFUSAL, _refusal(call.arguments))
+            refusal = _refusal(call.arguments)
+            if refusal and call.arguments["cp_comm_type"] == "mesh" and call.arguments["cp_group"] is not None:
+                raise ValueError(refusal)
+        result = method(self, *args, **kwargs)
+        if refusal is not None:
+            setattr(self, _REFUSAL, refusal)
         if self.cp_comm_type == "mesh" and self.cp_group is not None:
             _prepare(self, mesh)
         return result
