@@ -12,7 +12,10 @@ set -euo pipefail
 mesh_cp_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mesh_cp_venv=${MESH_CP_VENV:-$mesh_cp_root/.venv}
 # Training needs a megatron-core with megatron.training; the torch range is what the tests have run with.
-mesh_cp_packages=("megatron-core==0.19.2" "torch>=2.13,<2.15")
+mesh_cp_packages=("megatron-core==0.19.2" "torch>=2.13,<2.15" "pydantic")
+# Its Python (1 MB) for tests/te, which emulate the compiled part; pydantic above is what it needs. It goes into a folder
+# of its own: from site-packages, without the compiled part, it would break every import of megatron.core.
+mesh_cp_te="transformer-engine==2.20.2"
 
 mesh_cp_fail() {
     echo "mesh-cp: $1" >&2
@@ -51,7 +54,7 @@ mesh_cp_find_python() {
 
 mesh_cp_stamp() {
     {
-        echo "$mesh_cp_root" "${mesh_cp_packages[@]}"
+        echo "$mesh_cp_root" "${mesh_cp_packages[@]}" "$mesh_cp_te"
         cat "$mesh_cp_root/pyproject.toml"
     } | cksum
 }
@@ -82,6 +85,10 @@ mesh_cp_install() {
     "$mesh_cp_venv/bin/python" -m pip install --disable-pip-version-check \
         -e "${mesh_cp_root}[test]" "${mesh_cp_packages[@]}" | { grep -v "^Requirement already satisfied" || true; } ||
         mesh_cp_fail "the install failed, see above; starting again goes on with it"
+    rm -rf "$mesh_cp_venv/te"
+    "$mesh_cp_venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps \
+        --target "$mesh_cp_venv/te" "$mesh_cp_te" ||
+        mesh_cp_fail "the install of $mesh_cp_te failed, see above; starting again goes on with it"
 }
 
 if [[ $(cat "$mesh_cp_venv/.mesh-cp-stamp" 2>/dev/null || true) != "$(mesh_cp_stamp)" ]]; then

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +56,8 @@ class Machine:
         return (self.venv / "pyvenv.cfg").read_text().removeprefix("home = ").strip()
 
     def install_count(self) -> int:
-        return len(self.installs.read_text().splitlines()) if self.installs.exists() else 0
+        lines = self.installs.read_text().splitlines() if self.installs.exists() else []
+        return sum(" -e " in line for line in lines)
 
 
 @pytest.fixture
@@ -124,6 +124,20 @@ def test_second_start_installs_nothing_until_pyproject_changes(machine):
     assert machine.install_count() == 2
 
 
+def test_transformer_engine_goes_into_a_folder_of_its_own(machine):
+    """From site-packages its wheel, without the compiled part, would break every import of megatron.core."""
+    machine.add_python(machine.bin / "python3.12")
+    old = machine.venv / "te" / "transformer_engine"
+    assert machine.source().returncode == 0
+    old.mkdir(parents=True)
+    (machine.checkout / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert machine.source().returncode == 0
+    lines = [line for line in machine.installs.read_text().splitlines() if "transformer-engine" in line]
+    assert len(lines) == 2
+    assert all(f"--no-deps --target {machine.venv}/te transformer-engine==" in line for line in lines)
+    assert not old.exists()
+
+
 def test_an_install_that_failed_is_not_trusted_and_what_was_cut_off_is_removed(machine):
     machine.add_python(machine.bin / "python3.12", pip_fails=True)
     assert machine.source().returncode != 0
@@ -152,4 +166,3 @@ def test_scripts_are_executable_and_parse():
     for path in (*SCRIPTS.glob("*.sh"), SCRIPTS.parent / ".ci" / "run"):
         subprocess.run([BASH, "-n", path], check=True)
         assert path.name == "env.sh" or os.access(path, os.X_OK), path
-    assert sys.version_info >= (3, 12)

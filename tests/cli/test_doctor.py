@@ -161,6 +161,7 @@ def test_transformer_engine_without_its_compiled_part_is_told_apart_from_a_worki
     (tmp_path / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
     assert_finding(check(folder, version, RANGE, ""), "ok", "2.20.2")
     assert_finding(check(folder, Version("2.4"), RANGE, ""), "warn", "2.4 is not supported", ">=2.12,<2.21")
+    assert_finding(check(folder, Version("2.21.0"), RANGE, ""), "warn", "2.21.0 is not supported")
     assert_finding(check(folder, version, RANGE, "OSError: libcudart"), "fail", "importing", "OSError: libcudart")
     assert_finding(check(folder, None, RANGE, ""), "fail", "no metadata")
     assert_finding(check(None, version, RANGE, ""), "fail", "its files are gone")
