@@ -44,7 +44,6 @@ calls: list[Call] = []
 
 def install() -> None:
     """Make `import transformer_engine.pytorch` work in this process (see te_path.py for where it is)."""
-    os.environ.setdefault("NVTE_FLASH_ATTN", "0")  # there is no flash-attn to choose
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for the compiled core library
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     os.environ.setdefault("NVTE_RELEASE_BUILD", "0")
@@ -281,12 +280,13 @@ class _Stream:
 
 
 def _answer_as_a_gpu() -> None:
+    """To Transformer Engine; for torch and Megatron there is still no GPU."""
     cuda = torch.cuda
     h100 = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="emulated")
-    cuda.is_available = lambda: True
+    cuda.is_available = lambda: sys._getframe(1).f_globals["__name__"].startswith("transformer_engine")
     cuda.current_stream = lambda *args: _Stream()
     cuda.Stream = cuda.Event = _Stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *args: None
     cuda.get_device_properties = lambda *args: h100
