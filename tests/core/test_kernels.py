@@ -419,7 +419,7 @@ def sdpa_cuda(request, monkeypatch) -> SimpleNamespace:
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (20, 12), (12, 20)], ids=str)
 def test_sdpa_on_cuda_is_the_reference_and_folds_gqa(sdpa_cuda, heads, dims):
-    for lengths, causal in (((8, 8), True), ((20, 8), True), ((8, 20), True), ((8, 12), False)):
+    for lengths, causal in (((8, 8), True), ((20, 8), True), ((8, 20), True), ((8, 12), False), ((1, 8), False)):
         as_the_reference(sdpa_cuda, *block(*lengths, heads=heads, dims=dims, dtype=torch.bfloat16), causal)
     assert sdpa_cuda.dims == {math.ceil(max(dims) / 8) * 8}
 
@@ -428,6 +428,31 @@ def test_sdpa_on_cuda_is_the_reference_and_folds_gqa(sdpa_cuda, heads, dims):
 def test_sdpa_on_cuda_by_blocks_with_the_global_lse_is_attention_over_the_whole_row(sdpa_cuda, causal):
     for got, want in zip(*by_blocks(sdpa_cuda, causal, torch.float16), strict=True):
         close(got.to(torch.float16), want, 2)
+
+
+@pytest.mark.parametrize("lengths", [(20, 8), (8, 20)], ids=str)
+def test_sdpa_asks_aten_on_cuda_for_a_causal_mask_of_square_blocks_only(monkeypatch, lengths):
+    """aten's flash aligns it bottom-right, cuDNN's top-left. On the meta device, which takes the CUDA branch."""
+    asked = []
+    forward, backward = sdpa._CUDA["flash"]
+
+    def forward_seen(q, k, v, causal, scale):
+        asked.append((causal, q.shape[2], k.shape[2]))
+        return forward(q, k, v, causal, scale)
+
+    def backward_seen(dout, q, k, v, out, lse, causal, scale):
+        asked.append((causal, q.shape[2], k.shape[2]))
+        return backward(dout, q, k, v, out, lse, causal, scale)
+
+    monkeypatch.setattr(sdpa, "_CUDA", {"flash": (forward_seen, backward_seen)})
+    monkeypatch.setattr(sdpa, "_cuda_backend", lambda dtype, dim: "flash")
+    q, k, v, dout = (x.to("meta") for x in block(*lengths, dtype=torch.bfloat16))
+    want = [(True, 8, 8)] + ([(False, 12, 8)] if lengths == (20, 8) else [])
+    out, lse = SdpaKernel().forward(q, k, v, True, SCALE)
+    assert asked == want
+    asked.clear()
+    SdpaKernel().backward(dout, q, k, v, out, lse, lse, True, SCALE)
+    assert asked == want
 
 
 @pytest.fixture
@@ -615,8 +640,10 @@ def test_rejects_a_kernel_that_is_not_there_and_says_why(machine):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 def test_on_the_cpu_auto_is_sdpa_for_every_dtype_and_head_dim(dtype):
-    assert choice(dtype, "cpu", 20, 12)[0] == "sdpa"
-    assert choice(dtype, "cpu", 512)[0] == "sdpa"
+    for dims in ((20, 12), (512, 512)):
+        name, why = choice(dtype, "cpu", *dims)
+        assert name == "sdpa"
+        assert "CPU" in why
 
 
 @pytest.mark.parametrize("name", ["te", "flash"])
@@ -765,7 +792,7 @@ class AttentionParams:
 @pytest.mark.parametrize(
     ("answer", "picked", "fused"),
     [
-        ((False, None, True, 1, False, [True, True, True]), "fused", True),
+        ((False, None, True, 0, False, [True, True, True]), "fused", True),
         ((True, Version("2.8"), False, None, False, [True, True, True]), "flash", True),
         ((False, None, False, None, True, [False, False, True]), "unfused", False),
         ((False, None, False, None, False, [False, False, False]), "none", False),
