@@ -153,6 +153,7 @@ def _selected(name: str, dtype: torch.dtype, device_type: str, head_dim: int, v_
 def forget_choices() -> None:
     """Ask packages, versions and Transformer Engine again (they are asked once a process)."""
     from .packages import load
+    from .sdpa import _cuda_backend
 
-    for cached in (auto_choice, _selected, te_backends, load):
+    for cached in (auto_choice, _selected, te_backends, load, _cuda_backend):
         cached.cache_clear()
