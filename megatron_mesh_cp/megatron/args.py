@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from contextlib import nullcontext
 
 from ..cluster import load_cluster
 from ..cost import AttentionShape, check_heads
@@ -15,10 +16,12 @@ from ..tile import TileShape
 from ..tune import MemoryLimitError, decide
 from ..units import parse_size
 from .config import MeshConfig
+from .mindspeed import refuse_companions
 from .versions import check_megatron
 
 ALGO_FLAG = "--context-parallel-algo"
 ALIASES = {"mesh_cp_algo": "mesh", "megatron_cp_algo": "megatron"}
+_OWN = "{megatron,mesh}"  # the metavar of the flag where it is ours
 _DEFAULTS = {
     "mesh_tile_shape": "auto",
     "mesh_tile_shape_backward": "same",
@@ -33,24 +36,13 @@ _DEFAULTS = {
 def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags to a parser; fits Megatron's `extra_args_provider`. Returns the parser.
 
-    Where the parser has --context-parallel-algo already (MindSpeed's), `mesh` is added to its choices.
+    Where the parser has --context-parallel-algo already (MindSpeed's), `mesh` is added to its choices; a parser that
+    gets it later replaces ours or refuses it, so call this last, or again: a second call only adds what is missing.
     """
     group = parser.add_argument_group("mesh context parallelism")
+    _add_algo(parser, group)
     if any("--mesh-tile-shape" in a.option_strings for a in parser._actions):
-        return parser  # added already
-    present = next((a for a in parser._actions if ALGO_FLAG in a.option_strings), None)
-    if present is not None and present.choices is None:
-        raise ValueError(f"the parser has an {ALGO_FLAG} without choices; mesh cannot be added to it")
-    if present is None:
-        group.add_argument(
-            ALGO_FLAG,
-            type=_one_of("algorithm", ("megatron", "mesh"), ALIASES),
-            default="megatron",
-            metavar="{megatron,mesh}",
-            help="megatron: Megatron's own context parallelism, as --cp-comm-type says. mesh: Mesh-Attention.",
-        )
-    else:
-        present.choices = [*present.choices, *(c for c in ("mesh", "mesh_cp_algo") if c not in present.choices)]
+        return parser  # the others are there already
     group.add_argument(
         "--mesh-tile-shape",
         type=_tile("auto"),
@@ -105,6 +97,22 @@ def add_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_algo(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    present = next((a for a in parser._actions if ALGO_FLAG in a.option_strings), None)
+    if present is None:
+        group.add_argument(
+            ALGO_FLAG,
+            type=_one_of("algorithm", ("megatron", "mesh"), ALIASES),
+            default="megatron",
+            metavar=_OWN,
+            help="megatron: Megatron's own context parallelism, as --cp-comm-type says. mesh: Mesh-Attention.",
+        )
+    elif present.choices is not None:
+        present.choices = [*present.choices, *(c for c in ("mesh", "mesh_cp_algo") if c not in present.choices)]
+    elif present.metavar != _OWN:
+        raise ValueError(f"the parser has an {ALGO_FLAG} without choices; mesh cannot be added to it")
+
+
 def _one_of(what: str, choices: tuple[str, ...], aliases: dict[str, str] | None = None):
     aliases = aliases or {}
 
@@ -150,17 +158,18 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
     """
     if not hasattr(args, "mesh_tile_shape"):
         raise ValueError("the arguments have no mesh flags; pass megatron_mesh_cp.add_args as extra_args_provider")
-    algo = ALIASES.get(args.context_parallel_algo, args.context_parallel_algo)
-    if algo != "mesh":
+    if not wants_mesh(args):
         for name, default in _DEFAULTS.items():
             if getattr(args, name) != default:
                 raise ValueError(
-                    f"{_flag(name)} {getattr(args, name)} has no effect with {ALGO_FLAG} {algo}; add {ALGO_FLAG} mesh"
+                    f"{_flag(name)} {getattr(args, name)} has no effect with {ALGO_FLAG} {args.context_parallel_algo}; "
+                    f"add {ALGO_FLAG} mesh"
                 )
         return None
     check_megatron()
     _require_sizes(args)
     _refuse_unsupported(args)
+    comm_types = _comm_types(args)
     n = args.context_parallel_size
     if n > 1:
         check_seq_len(args.seq_length, n, flag="--seq-length")
@@ -190,7 +199,13 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
             f"sets the sizes to the tile; leave the flag out"
         )
     _check_kernel(args, shape)
-    return MeshConfig.of(decision, kernel=args.mesh_kernel, shape=shape, log_comm=args.mesh_log_comm)
+    return MeshConfig.of(
+        decision,
+        kernel=args.mesh_kernel,
+        shape=shape,
+        log_comm=args.mesh_log_comm,
+        comm_types=comm_types,
+    )
 
 
 def _flag(name: str) -> str:
@@ -208,6 +223,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "hybrid_context_parallel": ((False,), "it is another context-parallel algorithm"),
     "experimental_attention_variant": ((None,), "only softmax attention is supported"),
     "hybrid_layer_pattern": ((None,), "hybrid models are not supported"),
+    "hybrid_override_pattern": ((None,), "hybrid models are not supported"),
     "heterogeneous_layers_config_path": ((None,), "heterogeneous layers are not supported"),
     "heterogeneous_layers_config_encoded_json": ((None,), "heterogeneous layers are not supported"),
     "spec": ((None,), "mesh swaps the core attention of Megatron's own layer specs; leave the flag out"),
@@ -239,6 +255,7 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
         value = getattr(args, name, fine[0])
         if value not in fine:
             raise ValueError(f"{_flag(name)} {value} with {ALGO_FLAG} mesh: {why}")
+    refuse_companions(args)
     if args.attention_dropout:
         raise ValueError(
             f"--attention-dropout {args.attention_dropout} with {ALGO_FLAG} mesh: dropout inside attention is not "
@@ -254,11 +271,6 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
             "--eod-mask-loss with context parallelism: Megatron divides the loss of each shard by the shard's own "
             "token count, so unequal counts change the gradient; add --calculate-per-token-loss"
         )
-    if list(args.cp_comm_type) not in (["p2p"], ["mesh"]):
-        raise ValueError(
-            f"--cp-comm-type {' '.join(args.cp_comm_type)} with {ALGO_FLAG} mesh: mesh brings its own communication; "
-            "leave --cp-comm-type out"
-        )
     backend = getattr(args.attention_backend, "name", args.attention_backend)
     if backend != "auto":
         raise ValueError(
@@ -269,6 +281,38 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--transformer-impl {args.transformer_impl} with {ALGO_FLAG} mesh: use local or transformer_engine"
         )
+
+
+def wants_mesh(args: argparse.Namespace) -> bool:
+    """Whether the parsed arguments ask for mesh: by --context-parallel-algo, or by --cp-comm-type for some layer."""
+    return ALIASES.get(args.context_parallel_algo, args.context_parallel_algo) == "mesh" or "mesh" in args.cp_comm_type
+
+
+def _comm_types(args: argparse.Namespace) -> tuple[str, ...]:
+    """--cp-comm-type with mesh: one for all layers, or one a layer. p2p alone is Megatron's default, not a wish."""
+    types = tuple(args.cp_comm_type)
+    typed = f"--cp-comm-type {' '.join(types)}"
+    if types in (("p2p",), ("mesh",)):
+        return ("mesh",)
+    if "mesh" not in types:
+        raise ValueError(
+            f"{typed} with {ALGO_FLAG} mesh: mesh brings its own communication; leave --cp-comm-type out, or name mesh "
+            "for the layers that shall have it"
+        )
+    if len(types) > 1 and len(types) != args.num_layers:
+        raise ValueError(
+            f"{typed} names {len(types)} layers, --num-layers is {args.num_layers}: give one, or one a layer"
+        )
+    others = sorted(set(types) - {"mesh", "p2p", "all_gather", "a2a"})
+    if others:
+        why = "hierarchical sizes are the tile of the mesh" if others == ["a2a+p2p"] else "it is unknown"
+        raise ValueError(f"{typed}: {others[0]} cannot stand beside mesh, {why}; use p2p, all_gather or a2a")
+    if set(types) != {"mesh"} and args.transformer_impl != "transformer_engine":
+        raise ValueError(
+            f"{typed} with --transformer-impl {args.transformer_impl}: only Transformer Engine's attention has other "
+            "types of communication; use --cp-comm-type mesh or --transformer-impl transformer_engine"
+        )
+    return types
 
 
 def _attention_shape(args: argparse.Namespace) -> AttentionShape:
@@ -295,5 +339,13 @@ def _check_kernel(args: argparse.Namespace, shape: AttentionShape) -> None:
     import torch
 
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    select_kernel(args.mesh_kernel, dtype=dtype, device_type=device_type, head_dim=shape.head_dim, flag="--mesh-kernel")
+    gpu = torch.cuda.is_available()
+    # Megatron has not set the device yet, and all ranks of a node must not make a context on the first GPU.
+    with torch.cuda.device(getattr(args, "local_rank", 0) or 0) if gpu else nullcontext():
+        select_kernel(
+            args.mesh_kernel,
+            dtype=dtype,
+            device_type="cuda" if gpu else "cpu",
+            head_dim=shape.head_dim,
+            flag="--mesh-kernel",
+        )

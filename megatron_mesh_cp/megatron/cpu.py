@@ -144,3 +144,7 @@ def _patch_training() -> None:
     loop.initialize_megatron = partial(loop.initialize_megatron, allow_no_cuda=True)
     # The warm-up of fused kernels there draws from the CPU generator, and there are no such kernels.
     loop.set_jit_fusion_options = lambda *args, **kwargs: None
+    import megatron.training.initialize as initialize
+
+    if hasattr(initialize, "fused_kernels"):  # 0.16 looks for nvcc, to build kernels that only legacy models use
+        initialize.fused_kernels.load = lambda args: None

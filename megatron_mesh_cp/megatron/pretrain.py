@@ -10,14 +10,13 @@ refused with a ValueError. It runs on GPUs and, through `megatron_mesh_cp.megatr
 
 import os
 import sys
-import traceback
 from argparse import Namespace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from megatron_mesh_cp.megatron.cpu import enable_cpu_ranks
+from megatron_mesh_cp.megatron.rank_life import leave_group, live
 from megatron_mesh_cp.megatron.run_folder import check_save_folder
 
 # Megatron's imports are inside the functions: on CPU ranks they must come after enable_cpu_ranks().
@@ -72,26 +71,12 @@ def main(argv: list[str] | None = None) -> None:
         gpt_job.forward_step,
         get_embedding_ranks=gpt_job.embedding_ranks,
     )
-    _leave_group()
+    leave_group()
 
 
 def run(argv: list[str] | None = None) -> None:
-    """`main()` as a rank's whole life: it returns on success and ends the process on any failure.
-
-    A rank that fails must be gone at once. Leaving the interpreter the usual way runs the tear-down of the
-    process groups, which waits for peers that wait for this rank.
-    """
-    try:
-        main(argv)
-    except SystemExit as stop:  # Megatron's way to stop early (--exit-interval, a signal), argparse's too
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)
-        if stop.code not in (None, 0):
-            _end_process(stop.code if isinstance(stop.code, int) else 1)
-        _leave_group()
-    except BaseException as error:
-        _print_failure(error)
-        _end_process(1)
+    """`main()` as a rank's whole life: it returns on success and ends the process on any failure."""
+    live(lambda: main(argv))
 
 
 def _configure(argv: list[str] | None) -> Namespace:
@@ -154,27 +139,6 @@ def _skip_absent_makefile() -> None:
     folder = Path(data_utils.__file__).parent
     if not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp.*")):
         data_utils.compile_helpers = lambda: None
-
-
-def _leave_group() -> None:
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # rank 0 may hold the store that the others still read
-        torch.distributed.destroy_process_group()
-
-
-def _print_failure(error: BaseException) -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    if rank == 0 or torch.distributed.is_initialized():
-        text = "".join(traceback.format_exception(error))
-    else:  # a mistake in the flags, which rank 0 tells in full
-        text = "".join(traceback.format_exception_only(error))
-    print(f"[rank {rank}] {text}", file=sys.stderr, end="")
-
-
-def _end_process(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

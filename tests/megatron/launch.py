@@ -108,6 +108,7 @@ def run_pretrain(
     cwd: Path,
     env: dict[str, str] | None = None,
     launcher: str = "fork",
+    entry: tuple[str, ...] = ("-m", ENTRY),
 ) -> PretrainRun:
     """Run the pretraining entry on `ranks` CPU ranks and wait for it.
 
@@ -117,6 +118,7 @@ def run_pretrain(
         cwd: working folder of the ranks; their output goes to a new folder `ranks-*` in it.
         env: variables to add. With "fork" they come after the imports, with "torchrun" before.
         launcher: "fork" or "torchrun".
+        entry: with "torchrun", what it starts: a script with its words, or -m and a module.
     """
     cwd = Path(cwd)
     logs = cwd / f"ranks-{time.time_ns()}"
@@ -124,7 +126,7 @@ def run_pretrain(
     if launcher == "fork":
         return _server().run(flags, ranks, timeout, cwd, env or {}, logs)
     if launcher == "torchrun":
-        return _torchrun(flags, ranks, timeout, cwd, env or {}, logs)
+        return _torchrun([*entry, *flags], ranks, timeout, cwd, env or {}, logs)
     raise ValueError(f"launcher must be fork or torchrun, got {launcher!r}")
 
 
@@ -139,12 +141,12 @@ def _cpu_environment() -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def _torchrun(flags, ranks, timeout, cwd, env, logs) -> PretrainRun:
+def _torchrun(start, ranks, timeout, cwd, env, logs) -> PretrainRun:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(free_port()), "--log-dir", str(logs), "--redirects", "3", "-m", ENTRY]
+    command += ["--master-port", str(free_port()), "--log-dir", str(logs), "--redirects", "3"]
     began = time.monotonic()
     process = subprocess.Popen(
-        [*command, *flags],
+        [*command, *start],
         cwd=cwd,
         env=_cpu_environment() | env,
         stdout=subprocess.DEVNULL,
