@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         if result.note:
             print(f"mesh-cp: row {row.name}: {result.note}", file=sys.stderr, flush=True)
         results.append(result.timed(time.monotonic() - begin))
+        if args.markdown:  # after each row: an interrupted run keeps what it has
+            write_markdown(args.markdown, results, list(ROWS))
     print(as_text(results))
-    if args.markdown:
-        write_markdown(args.markdown, results, list(ROWS))
     return 1 if any(r.ok is False for r in results) else 3 if any(r.ok is None for r in results) else 0
 
 
