@@ -158,3 +158,11 @@ def test_rejects_a_run_in_which_mindspeed_cuts_the_sequence(monkeypatch):
         resolve_args(parser.parse_args(shlex.split(BASE)))
     alone = BASE.replace("context-parallel-size 4", "context-parallel-size 1")
     assert resolve_args(parser.parse_args(shlex.split(alone)))
+
+
+def test_a_provider_that_mindspeed_wraps_around_the_hooked_one_comes_before_ours(monkeypatch):
+    def parse_args(extra_args_provider=None):  # as MindSpeed leaves it: its own flags after those of the provider
+        return add_mindspeed_args(extra_args_provider(argparse.ArgumentParser())).parse_args()
+
+    monkeypatch.setattr(sys, "argv", ["script", "--context-parallel-algo", "mesh"])
+    assert stock._parse_with_our_flags(parse_args)().context_parallel_algo == "mesh"
