@@ -222,11 +222,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "sft": ((False,), "packed sequences are not supported"),
     "hybrid_context_parallel": ((False,), "it is another context-parallel algorithm"),
     "experimental_attention_variant": ((None,), "only softmax attention is supported"),
-    "hybrid_layer_pattern": ((None,), "hybrid models are not supported"),
-    "hybrid_override_pattern": ((None,), "hybrid models are not supported"),
     "heterogeneous_layers_config_path": ((None,), "heterogeneous layers are not supported"),
     "heterogeneous_layers_config_encoded_json": ((None,), "heterogeneous layers are not supported"),
-    "spec": ((None,), "mesh swaps the core attention of Megatron's own layer specs; leave the flag out"),
     "multi_latent_attention": ((False,), "multi-latent attention is not supported"),
     "use_kitchen_attention": ((False,), "choose the kernel with --mesh-kernel"),
     "qk_clip": ((False,), "the maximum attention logit is not available"),
@@ -238,6 +235,13 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "flash_decode": ((False,), "it is for inference"),
     "batch_invariant_mode": ((False,), "it is for Transformer Engine's attention"),
     "perform_rl_step": ((False,), "reinforcement learning steps are not supported"),
+}
+
+# The same, for what works with Transformer Engine's attention only: it knows mesh wherever a layer spec has it.
+_REFUSED_LOCALLY: dict[str, tuple[tuple[object, ...], str]] = {
+    "hybrid_layer_pattern": ((None,), "hybrid models have Transformer Engine's attention"),
+    "hybrid_override_pattern": ((None,), "hybrid models have Transformer Engine's attention"),
+    "spec": ((None,), "with Megatron's own attention, mesh knows its own layer specs only"),
 }
 
 
@@ -255,6 +259,14 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
         value = getattr(args, name, fine[0])
         if value not in fine:
             raise ValueError(f"{_flag(name)} {value} with {ALGO_FLAG} mesh: {why}")
+    if args.transformer_impl != "transformer_engine":
+        for name, (fine, why) in _REFUSED_LOCALLY.items():
+            value = getattr(args, name, fine[0])
+            if value not in fine:
+                raise ValueError(
+                    f"{_flag(name)} {value} with {ALGO_FLAG} mesh and --transformer-impl {args.transformer_impl}: "
+                    f"{why}; use --transformer-impl transformer_engine, or leave the flag out"
+                )
     refuse_companions(args)
     if args.attention_dropout:
         raise ValueError(
@@ -299,7 +311,7 @@ def _comm_types(args: argparse.Namespace) -> tuple[str, ...]:
             f"{typed} with {ALGO_FLAG} mesh: mesh brings its own communication; leave --cp-comm-type out, or name mesh "
             "for the layers that shall have it"
         )
-    if len(types) > 1 and len(types) != args.num_layers:
+    if len(types) > 1 and args.num_layers is not None and len(types) != args.num_layers:
         raise ValueError(
             f"{typed} names {len(types)} layers, --num-layers is {args.num_layers}: give one, or one a layer"
         )

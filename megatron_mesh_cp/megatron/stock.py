@@ -26,7 +26,7 @@ _REFUSED = (
     ("use_legacy_models", "--use-legacy-models", "models from before megatron.core have no core attention to swap"),
     ("inprocess_restart", "--inprocess-restart", "in-process restart has not been tried"),
     ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm", "this schedule has not been tried"),
-    ("hybrid_attention_ratio", "--hybrid-attention-ratio", "hybrid models are not supported"),
+    ("hybrid_attention_ratio", "--hybrid-attention-ratio", "only patterns have been tried (--hybrid-override-pattern)"),
 )
 
 

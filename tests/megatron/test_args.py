@@ -156,7 +156,10 @@ REFUSED = {
     "sft": ("--sft", "--sft True.*packed"),
     "hybrid cp": ("--hybrid-context-parallel", "--hybrid-context-parallel True"),
     "dsa": ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa"),
-    "hybrid model": ("--hybrid-layer-pattern M*", "--hybrid-layer-pattern M"),
+    "hybrid model": (
+        "--hybrid-layer-pattern M*",
+        "--hybrid-layer-pattern M.*use --transformer-impl transformer_engine",
+    ),
     "mla": ("--multi-latent-attention", "--multi-latent-attention True"),
     "spec": ("--spec module name", "--spec .*module.*leave the flag out"),
     "qk clip": ("--qk-clip", "--qk-clip True"),
@@ -202,9 +205,56 @@ def test_every_refused_name_is_an_argument_of_megatron(parser):
     """A flag renamed upstream would otherwise be let through."""
     if megatron_version() < Version("0.19"):
         pytest.skip("an older Megatron lacks some of the names")
-    from megatron_mesh_cp.megatron.args import _REFUSED
+    from megatron_mesh_cp.megatron.args import _REFUSED, _REFUSED_LOCALLY
 
-    assert not set(_REFUSED) - {action.dest for action in parser._actions}
+    older = {"hybrid_override_pattern"}  # up to 0.17; stock scripts of those are supported
+    assert not {*_REFUSED, *_REFUSED_LOCALLY} - older - {action.dest for action in parser._actions}
+
+
+def test_layer_specs_of_ones_own_and_hybrid_models_are_fine_with_transformer_engines_attention(resolve):
+    """Their attention is TEDotProductAttention, which knows mesh wherever it stands (tests/te)."""
+    if megatron_version() < Version("0.18"):
+        pytest.skip("an older Megatron calls the pattern otherwise")
+    assert resolve("--transformer-impl transformer_engine --hybrid-layer-pattern M*-M*- --spec module name").size == 4
+
+
+COMM_TYPES = {
+    "": ("mesh",),
+    "--cp-comm-type mesh": ("mesh",),
+    "--cp-comm-type mesh mesh": ("mesh", "mesh"),
+    "--transformer-impl transformer_engine --cp-comm-type p2p mesh": ("p2p", "mesh"),
+    "--transformer-impl transformer_engine --cp-comm-type mesh a2a": ("mesh", "a2a"),
+}
+
+
+@pytest.mark.parametrize(("flags", "types"), COMM_TYPES.items(), ids=COMM_TYPES)
+def test_cp_comm_type_names_the_layers_of_mesh(resolve, flags, types):
+    assert resolve(flags).comm_types == types
+
+
+def test_cp_comm_type_mesh_turns_mesh_on_by_itself(parser):
+    base = BASE.replace("--context-parallel-algo mesh", "")
+    assert "context-parallel-algo" not in base
+    assert resolve_args(parser.parse_args(shlex.split(base))) is None
+    assert resolve_args(parser.parse_args(shlex.split(f"{base} --cp-comm-type mesh"))).comm_types == ("mesh",)
+
+
+BAD_COMM_TYPES = {
+    "another number of layers": ("p2p mesh mesh", "names 3 layers, --num-layers is 2"),
+    "hierarchical": ("a2a+p2p mesh", r"a2a\+p2p cannot stand beside mesh, hierarchical sizes are the tile"),
+    "unknown": ("allgather mesh", "allgather cannot stand beside mesh, it is unknown; use p2p, all_gather or a2a"),
+}
+
+
+@pytest.mark.parametrize(("types", "message"), BAD_COMM_TYPES.values(), ids=BAD_COMM_TYPES)
+def test_rejects_comm_types_that_cannot_stand_beside_mesh(resolve, types, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(f"--transformer-impl transformer_engine --cp-comm-type {types}")
+
+
+def test_rejects_other_comm_types_with_megatrons_own_attention(resolve):
+    with pytest.raises(ValueError, match="p2p mesh with --transformer-impl local.*use --cp-comm-type mesh or"):
+        resolve("--cp-comm-type p2p mesh")
 
 
 MISSING = {
