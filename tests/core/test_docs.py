@@ -70,3 +70,16 @@ def test_the_readmes_table_of_refusals_quotes_errors_that_exist():
     for quote in quotes:
         parts = [part.strip() for part in quote.split("...")]
         assert any(all(part in error for part in parts) for error in errors), quote
+
+
+def test_the_readmes_second_table_of_refusals_quotes_texts_of_the_code():
+    """Those need other packages, a checkout or a model: their texts are looked up here, their tests are elsewhere."""
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "megatron_mesh_cp").rglob("*.py")))
+    code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a text over several lines
+    code = code.replace("{ALGO_FLAG}", "--context-parallel-algo")
+    table = (ROOT / "README.md").read_text().split("| refused elsewhere |")[1].split("\n\n")[0]
+    quotes = re.findall(r"\| `([^|]*)` \|$", table, re.MULTILINE)
+    assert len(quotes) >= 9
+    for quote in quotes:
+        for part in quote.split("..."):
+            assert part.strip() in code, quote

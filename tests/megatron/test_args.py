@@ -169,6 +169,10 @@ REFUSED = {
     "flash attention flag": ("--use-flash-attn", "--use-flash-attn True.*--mesh-kernel"),
     "eod mask": ("--eod-mask-loss", "--eod-mask-loss .*add --calculate-per-token-loss"),
     "cp comm type": ("--cp-comm-type a2a", "--cp-comm-type a2a.*leave --cp-comm-type out"),
+    "hierarchical comm type": (
+        "--transformer-impl transformer_engine --cp-comm-type a2a+p2p mesh",
+        r"a2a\+p2p cannot stand beside mesh",
+    ),
     "attention backend": ("--attention-backend flash", "--attention-backend flash.*use --mesh-kernel"),
     "inference impl": ("--transformer-impl inference_optimized", "--transformer-impl inference_optimized"),
     "query heads": (
