@@ -72,6 +72,7 @@ def uninstall() -> None:
 def _patch(mesh: MeshConfig, args: argparse.Namespace | None) -> None:
     from .groups import after_model_parallel, make_backward_groups
     from .log_comm import wrap_training_log
+    from .receipt import print_alone
     from .te_seam import open_seam, te_unavailable
 
     _swap_core_attention(mesh)
@@ -83,6 +84,8 @@ def _patch(mesh: MeshConfig, args: argparse.Namespace | None) -> None:
         if mesh.tile_backward != mesh.tile:
             minutes = getattr(args, "distributed_timeout_minutes", None)
             make_backward_groups(mesh.tile_backward, timedelta(minutes=minutes) if minutes else None)
+        if mesh.size == 1 and getattr(args, "transformer_impl", None) == "transformer_engine":
+            print_alone()
 
     _undo.append(after_model_parallel(make, said=mesh.said()))
     if mesh.log_comm:

@@ -61,6 +61,15 @@ def print_receipt(
     _printed.add(mesh)
 
 
+def print_alone() -> None:
+    """Say, on global rank 0, that there is no context parallelism to replace."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        print(
+            "[mesh-cp] context_parallel_size 1: nothing to exchange, Transformer Engine's attention runs as it is",
+            flush=True,
+        )
+
+
 def warnings_of(mesh: MeshConfig) -> list[str]:
     """What makes a run slower than it could be and can only be set before the process starts."""
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")

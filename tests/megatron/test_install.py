@@ -94,6 +94,15 @@ def test_uninstall_puts_megatrons_own_back_and_a_second_install_is_harmless():
     assert all(found == DotProductAttention for every in core_attentions().values() for found in every)
 
 
+def test_at_context_parallel_size_1_one_line_says_that_transformer_engines_attention_stays(monkeypatch, capsys):
+    from megatron_mesh_cp.megatron import receipt
+
+    monkeypatch.setattr(receipt.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(receipt.dist, "get_rank", lambda: 0)
+    receipt.print_alone()
+    assert "context_parallel_size 1: nothing to exchange" in capsys.readouterr().out
+
+
 def test_rejects_other_settings_while_installed():
     install(MESH)
     with pytest.raises(ValueError, match="installed with other settings.*uninstall first"):

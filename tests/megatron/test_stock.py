@@ -247,6 +247,15 @@ def test_allows_stages_without_attention_and_encoders_without_context_parallelis
     check([torch.nn.Sequential(Attention(Core(), cp=1), Attention(Core("mesh")))])
 
 
+def test_at_context_parallel_size_1_models_are_not_checked(megatron_args):
+    """Transformer Engine's attention then runs as it is."""
+    from megatron.training import training
+
+    before = training.setup_model_and_optimizer
+    assert stock.turn_on(megatron_args(f"{BASE} --context-parallel-size 1"))
+    assert training.setup_model_and_optimizer is before
+
+
 def test_allows_another_type_of_communication_where_it_was_asked_for(check):
     types = ["mesh", "p2p"]
     check([torch.nn.Sequential(Attention(Core("mesh"), comm_type=types), Attention(Core("p2p"), comm_type=types))])
