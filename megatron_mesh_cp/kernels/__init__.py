@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 
 from .flash import FlashKernel
+from .packages import load
 from .reference import ReferenceKernel
-from .sdpa import SdpaKernel
+from .sdpa import SdpaKernel, cuda_backend
 from .te import TeKernel, te_backends
 
 _BUILT: dict[str, type] = {"te": TeKernel, "flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
@@ -152,8 +153,8 @@ def _selected(name: str, dtype: torch.dtype, device_type: str, head_dim: int, v_
 
 def forget_choices() -> None:
     """Ask packages, versions and Transformer Engine again (they are asked once a process)."""
-    from .packages import load
-    from .sdpa import _cuda_backend
+    for forget in _FORGET:
+        forget()
 
-    for cached in (auto_choice, _selected, te_backends, load, _cuda_backend):
-        cached.cache_clear()
+
+_FORGET = [cached.cache_clear for cached in (auto_choice, _selected, te_backends, load, cuda_backend)]

@@ -43,7 +43,7 @@ class SdpaKernel:
         dim = max(head_dim, v_head_dim)
         if dim > 256:
             raise ValueError(f"head dim {dim} is not supported on CUDA: at most 256")
-        _cuda_backend(dtype, -(-dim // 8) * 8)
+        cuda_backend(dtype, -(-dim // 8) * 8)
 
     def forward(self, q, k, v, causal, scale):
         if q.device.type == "cpu":
@@ -65,18 +65,18 @@ class SdpaKernel:
 
     def _forward(self, q, k, v, causal, scale):
         dim = common_dim(q, v, 8)
-        out, lse = _CUDA[_cuda_backend(q.dtype, dim)][0](*(wide(x, dim) for x in (q, k, v)), causal, scale)
+        out, lse = _CUDA[cuda_backend(q.dtype, dim)][0](*(wide(x, dim) for x in (q, k, v)), causal, scale)
         return narrow(out, v.shape[-1]), lse
 
     def _backward(self, dout, q, k, v, out, lse, delta, causal, scale):
         dim = common_dim(q, v, 8)
         padded = (wide(x, dim) for x in (dout, q, k, v, out))
-        grads = _CUDA[_cuda_backend(q.dtype, dim)][1](*padded, lse.to(torch.float32).contiguous(), causal, scale)
+        grads = _CUDA[cuda_backend(q.dtype, dim)][1](*padded, lse.to(torch.float32).contiguous(), causal, scale)
         return tuple(narrow(grad, x.shape[-1]) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 @lru_cache(maxsize=64)
-def _cuda_backend(dtype: torch.dtype, dim: int) -> str:
+def cuda_backend(dtype: torch.dtype, dim: int) -> str:
     """flash or cudnn, as torch's own scaled_dot_product_attention would choose for a block of this head dim."""
     block = torch.empty(1, 1, 128, dim, dtype=dtype, device="cuda")
     choice = SDPBackend(torch._fused_sdp_choice(block, block, block, None, 0.0, True))

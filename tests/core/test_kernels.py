@@ -40,7 +40,7 @@ def _asked_afresh():
     kernels.forget_choices()
     yield
     kernels.forget_choices()
-    sdpa._cuda_backend.cache_clear()
+    sdpa.cuda_backend.cache_clear()
 
 
 def made(batch, heads, tokens, dim, dtype=torch.float64, memory="bhsd", seed=0):
@@ -340,7 +340,7 @@ def test_flash_follows_torchs_deterministic_mode(flash_attn, monkeypatch, mode):
 @pytest.mark.parametrize("dims", [(16, 16), (20, 12)], ids=str)
 def test_sdpa_keeps_to_the_schemas_of_aten(monkeypatch, backend, heads, dims):
     """On the meta device, which runs no kernel but the real argument parsing and shape inference."""
-    monkeypatch.setattr(sdpa, "_cuda_backend", lambda dtype, dim: backend)
+    monkeypatch.setattr(sdpa, "cuda_backend", lambda dtype, dim: backend)
     kernel = SdpaKernel()
     for (rows, columns), causal, dtype in (
         ((8, 8), True, HALF[0]),
@@ -404,7 +404,7 @@ def sdpa_cuda(request, monkeypatch) -> SimpleNamespace:
     backend, last = request.param
     monkeypatch.setattr(sdpa, "_aten", Aten(last))
     dims = set()
-    monkeypatch.setattr(sdpa, "_cuda_backend", lambda dtype, dim: dims.add(dim) or backend)
+    monkeypatch.setattr(sdpa, "cuda_backend", lambda dtype, dim: dims.add(dim) or backend)
     kernel = SdpaKernel()
 
     def forward(*args):
@@ -445,7 +445,7 @@ def test_sdpa_asks_aten_on_cuda_for_a_causal_mask_of_square_blocks_only(monkeypa
         return backward(dout, q, k, v, out, lse, causal, scale)
 
     monkeypatch.setattr(sdpa, "_CUDA", {"flash": (forward_seen, backward_seen)})
-    monkeypatch.setattr(sdpa, "_cuda_backend", lambda dtype, dim: "flash")
+    monkeypatch.setattr(sdpa, "cuda_backend", lambda dtype, dim: "flash")
     q, k, v, dout = (x.to("meta") for x in block(*lengths, dtype=torch.bfloat16))
     want = [(True, 8, 8)] + ([(False, 12, 8)] if lengths == (20, 8) else [])
     out, lse = SdpaKernel().forward(q, k, v, True, SCALE)
@@ -469,7 +469,7 @@ def torch_picks(monkeypatch):
             return backend.value
 
         monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-        sdpa._cuda_backend.cache_clear()
+        sdpa.cuda_backend.cache_clear()
         return asked
 
     return answer
@@ -478,7 +478,7 @@ def torch_picks(monkeypatch):
 def test_sdpa_takes_the_backend_that_torch_picks_and_asks_once(torch_picks):
     for backend, name in ((SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.CUDNN_ATTENTION, "cudnn")):
         asked = torch_picks(backend)
-        assert [sdpa._cuda_backend(torch.bfloat16, 24) for _ in range(2)] == [name] * 2
+        assert [sdpa.cuda_backend(torch.bfloat16, 24) for _ in range(2)] == [name] * 2
         assert asked == [(torch.bfloat16, 24, True)]
 
 
@@ -515,7 +515,7 @@ def machine(monkeypatch):
 
         monkeypatch.setattr(kernels, "te_backends", backends)
         monkeypatch.setattr(kernels.te, "te_backends", backends)
-        monkeypatch.setattr(kernels.sdpa, "_cuda_backend", lambda dtype, dim: "flash")
+        monkeypatch.setattr(kernels.sdpa, "cuda_backend", lambda dtype, dim: "flash")
         kernels.forget_choices()
 
     return have
