@@ -7,14 +7,19 @@ tracebacks, and the pool is replaced, so that a hang is a failure and never a st
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "megatron_mesh_cp.attention"])
@@ -26,6 +31,29 @@ class RankFailure(AssertionError):
 
 class Leave(Exception):
     """Raised by a case: its text is the answer, and the rank's process ends, as a failed rank's does."""
+
+
+@contextmanager
+def passing_groups() -> Iterator[None]:
+    """In a case: process groups made inside are destroyed at its end. Each keeps three threads, which poll.
+
+    Megatron makes dozens of them whenever it is initialized.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    before = set(c10d._world.pg_map)
+    yield
+    destroy_groups(before)
+
+
+def destroy_groups(but: set[dist.ProcessGroup]) -> None:
+    """Called by all ranks, once nobody uses those groups any more."""
+    from torch.distributed import distributed_c10d as c10d
+
+    gc.collect()
+    c10d.barrier()
+    for group in set(c10d._world.pg_map) - but:
+        c10d.destroy_process_group(group)
 
 
 class RankPool:

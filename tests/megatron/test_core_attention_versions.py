@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_pool import passing_groups
 
 from megatron_mesh_cp import TileShape, install, uninstall
 from megatron_mesh_cp.layout import chunk_positions
@@ -92,6 +93,7 @@ def built_layer(layer: Layer) -> torch.nn.Module:
     return module
 
 
+@passing_groups()
 def errors(layer: Layer) -> dict[str, float]:
     """On one of 4 ranks: the largest difference from dense of its output and of every gradient."""
     from megatron.core import parallel_state

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from mesh_cases import Case, errors
+from rank_pool import passing_groups
 
 from megatron_mesh_cp import MeshGroups, TileShape
 
 pytestmark = pytest.mark.compat
 
 
+@passing_groups()
 def with_megatron(case: Case, tp: int) -> dict:
     """TP 2 x CP 4 on 8 ranks: CP ranks are two apart; groups from Megatron, parity, and what was created."""
     from megatron.core import parallel_state
@@ -67,6 +69,7 @@ def test_groups_of_megatron_carry_forward_and_backward_and_are_made_alike_on_all
         assert "hierarchical_context_parallel_sizes=[a, b]" in answer["refusals"][2]
 
 
+@passing_groups()
 def other_settings(own: dict[int, str]) -> str:
     """What initialize_model_parallel says where the ranks have chosen other tiles."""
     from megatron.core import parallel_state

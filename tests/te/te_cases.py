@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import te_emulation
 import torch
 import torch.distributed as dist
+from rank_pool import destroy_groups
 
 from megatron_mesh_cp import TileShape, install, uninstall
 from megatron_mesh_cp.layout import BlockKind, block_kind, chunk_positions
@@ -14,6 +15,7 @@ from megatron_mesh_cp.megatron.config import MeshConfig
 from megatron_mesh_cp.plan import Direction, EventKind
 from megatron_mesh_cp.schedule import make_plan
 
+_own_groups: set[dist.ProcessGroup] = set()  # those that are there before any case
 SEQUENCE, BATCH, HEADS, DIM = 256, 2, 8, 64
 
 
@@ -40,6 +42,7 @@ def emulate() -> None:
     """Once in every rank."""
     te_emulation.install()
     te_emulation.make_gloo_safe()
+    _own_groups.update(dist.distributed_c10d._world.pg_map)
 
 
 def problem(case: Case) -> tuple[torch.Tensor, ...]:
@@ -75,6 +78,7 @@ def start_megatron(case: Case) -> None:
 
     uninstall()
     parallel_state.destroy_model_parallel()
+    destroy_groups(but=_own_groups)
     install(case.mesh)
     parallel_state.initialize_model_parallel(
         context_parallel_size=dist.get_world_size(),
