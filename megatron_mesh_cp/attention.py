@@ -45,7 +45,8 @@ def mesh_attention(
         3. sends the partial (O, lse) of the other ranks' rows home and merges those of its own row.
 
     The backward does the same with (Q, dO, lse, delta), (K, V), dQ and (dK, dV), over the backward tile. Saved for
-    it: local q, k, v, out and lse, nothing else. Two runs are bit-equal.
+    it: local q, k, v, out and lse, nothing else. Two runs are bit-equal where the kernel's are (te, flash and sdpa on
+    CUDA: under torch.use_deterministic_algorithms).
 
     Args:
         q: [s/n, b, hq, d] ("sbhd") or [b, s/n, hq, d] ("bshd"); any strides.
@@ -55,7 +56,7 @@ def mesh_attention(
         causal: causal mask over the whole sequence, or none.
         softmax_scale: factor on the scores; default 1/sqrt(d).
         cu_seqlens: packed sequences are not supported yet.
-        kernel: "auto", "sdpa" or "reference"; see kernels.select_kernel.
+        kernel: "auto", "te", "flash", "sdpa" or "reference"; see kernels.select_kernel.
         exchange: "direct" (owner to user) or "shift" (neighbour ring); both move the same bytes.
         exchange_backward: the same for the backward; default as `exchange`.
         layout: "zigzag" (Megatron's) or "plain" (contiguous chunks).

@@ -353,7 +353,8 @@ def _check_kernel(args: argparse.Namespace, shape: AttentionShape) -> None:
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     gpu = torch.cuda.is_available()
     # Megatron has not set the device yet, and all ranks of a node must not make a context on the first GPU.
-    with torch.cuda.device(getattr(args, "local_rank", 0) or 0) if gpu else nullcontext():
+    own = (getattr(args, "local_rank", 0) or 0) % torch.cuda.device_count() if gpu else 0
+    with torch.cuda.device(own) if gpu else nullcontext():
         select_kernel(
             args.mesh_kernel,
             dtype=dtype,
