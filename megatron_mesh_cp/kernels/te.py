@@ -121,10 +121,18 @@ class TeKernel:
 
 
 class Backends:
-    """What Transformer Engine would use for a block on this GPU: `picked` is "fused", "flash", "unfused" or "none"."""
+    """What Transformer Engine would use for a block on this GPU.
 
-    def __init__(self, flash: bool, fused: bool, unfused: bool, available: list[bool]) -> None:
+    picked: "fused", "flash" (flash-attn 2), "flash 3", "flash 4", "unfused" or "none". fused_available: whether it
+    could use its fused attention.
+    """
+
+    def __init__(
+        self, flash: bool, fused: bool, unfused: bool, available: list[bool], flash_version: Version | None = None
+    ) -> None:
         self.picked = "flash" if flash else "fused" if fused else "unfused" if unfused else "none"
+        if flash and flash_version is not None and flash_version.major != 2:
+            self.picked += f" {flash_version.major}"
         self.fused_available = bool(available[1])
 
 
@@ -149,7 +157,7 @@ def te_backends(dtype: torch.dtype, head_dim: int, v_head_dim: int) -> Backends:
     params = utils.AttentionParams(**{name: value for name, value in wanted.items() if name in known})
     answer = utils.get_attention_backend(params)
     # 2.12 .. 2.20: use_flash, flash version, use_fused, fused backend, use_unfused, available.
-    return Backends(answer[0], answer[2], answer[4], answer[5])
+    return Backends(answer[0], answer[2], answer[4], answer[5], answer[1])
 
 
 @lru_cache(maxsize=16)

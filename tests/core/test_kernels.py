@@ -511,7 +511,9 @@ def machine(monkeypatch):
         def backends(dtype, head_dim, v_head_dim):
             assert not te, "Transformer Engine is asked where there is none"
             usable = [True, fused, True]
-            return kernels.te.Backends(picked == "flash", picked == "fused", picked == "unfused", usable)
+            flash, _, version = picked.partition(" ")
+            version = Version(f"{version}.0") if version else Version("2.8.3")
+            return kernels.te.Backends(flash == "flash", picked == "fused", picked == "unfused", usable, version)
 
         monkeypatch.setattr(kernels, "te_backends", backends)
         monkeypatch.setattr(kernels.te, "te_backends", backends)
@@ -547,7 +549,7 @@ def test_auto_takes_te_and_says_why_where_the_flash_attn_that_transformer_engine
     assert why == "Transformer Engine would pick flash attention (flash-attn 3.0 is not supported), so the next best"
 
 
-@pytest.mark.parametrize("picked", ["unfused", "none"])
+@pytest.mark.parametrize("picked", ["unfused", "none", "flash 3", "flash 4"])
 def test_auto_takes_the_first_that_can_where_transformer_engine_picks_none_of_them(machine, picked):
     why = f"Transformer Engine would pick {picked} attention, so the next best"
     machine(picked=picked)
@@ -794,10 +796,11 @@ class AttentionParams:
     [
         ((False, None, True, 0, False, [True, True, True]), "fused", True),
         ((True, Version("2.8"), False, None, False, [True, True, True]), "flash", True),
+        ((True, Version("3.0.0b1"), False, None, False, [True, True, True]), "flash 3", True),
         ((False, None, False, None, True, [False, False, True]), "unfused", False),
         ((False, None, False, None, False, [False, False, False]), "none", False),
     ],
-    ids=["fused", "flash", "unfused", "none"],
+    ids=["fused", "flash", "flash 3", "unfused", "none"],
 )
 def test_te_backends_reads_transformer_engines_answer(monkeypatch, answer, picked, fused):
     asked = []
