@@ -57,7 +57,8 @@ def assert_same_training(run: PretrainRun, reference: PretrainRun, tolerance: fl
     for iteration, (loss, norm) in run.exact.items():
         want_loss, want_norm = reference.exact[iteration]
         assert loss == pytest.approx(want_loss, rel=tolerance), iteration
-        assert norm == pytest.approx(want_norm, rel=tolerance), iteration
+        # The norm of one iteration: some updates on, the rounding of fp32 alone moves it by 2e-5 (the loss by 1e-7).
+        assert norm == pytest.approx(want_norm, rel=3 * tolerance), iteration
     assert run.validation == pytest.approx(reference.validation, rel=tolerance)
     assert reference.validation
     assert run.losses[-1] < run.losses[0] - 0.3  # it learns, so gradients matter
