@@ -55,6 +55,7 @@ def plan_launch(
     *,
     without: Collection[str] = (),
     any_ranks: bool = False,
+    elsewhere: bool = False,
 ) -> Launch:
     """Read the recipe, add the flags `more` (they win), and check the whole job without starting it.
 
@@ -65,6 +66,7 @@ def plan_launch(
         environ: the environment of the ranks, before ENV_VARS of the recipe; `os.environ` by default.
         without: flags of the recipe to leave out, with their values, which no later flag could undo.
         any_ranks: let `ranks` differ from RANKS.
+        elsewhere: the job will run on other machines: nothing is asked of this one's devices and kernels.
 
     Raises:
         ValueError: names the flag or key, both values and a way out; nothing has been written.
@@ -80,16 +82,22 @@ def plan_launch(
     _check_data(args)
     ranks = _rank_count(args, recipe, ranks)
     env = {**environ, **recipe.env}
-    _check_job(args, ranks, env)
+    _check_job(args, ranks, env, elsewhere)
 
+    if not elsewhere:
+        _fit_here(ranks, env)
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return Launch(ranks, flags, env, args)
+
+
+def _fit_here(ranks: int, env: dict[str, str]) -> None:
+    """What depends on the machine that the ranks start on: `ranks` of them."""
     import torch
 
     if not torch.cuda.is_available():
         env.setdefault("OMP_NUM_THREADS", "1")  # the ranks already fill the cores
     elif ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} ranks but {torch.cuda.device_count()} GPUs on this machine; one rank takes one GPU")
-    env.setdefault("PYTHONUNBUFFERED", "1")
-    return Launch(ranks, flags, env, args)
 
 
 class _MegatronParser(argparse.ArgumentParser):
@@ -209,7 +217,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> None:
+def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str], elsewhere: bool) -> None:
     """The checks that each rank makes too, in the same order."""
     from megatron_mesh_cp.megatron.args import resolve_args
     from megatron_mesh_cp.megatron.install import apply
@@ -220,7 +228,7 @@ def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> 
     check_save_folder(args)
     if args.use_checkpoint_args:  # the rest of the flags is in the checkpoint, which only a rank reads
         return
-    mesh = resolve_args(args)
+    mesh = resolve_args(args, elsewhere=elsewhere)
     checked = copy.deepcopy(args)
     if mesh is not None:
         apply(mesh, checked)

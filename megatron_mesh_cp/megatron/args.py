@@ -149,10 +149,11 @@ def _tile(*words: str):
     return convert
 
 
-def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
+def resolve_args(args: argparse.Namespace, *, elsewhere: bool = False) -> MeshConfig | None:
     """Check parsed Megatron arguments and work out the tiles; None for --context-parallel-algo megatron.
 
-    Works on arguments before and after Megatron's validate_args, and changes nothing.
+    Works on arguments before and after Megatron's validate_args, and changes nothing. elsewhere: the job will run on
+    other machines than this one, so that nothing is asked of this one's devices and kernels.
 
     Raises ValueError, naming the flag, both values and a way out, for anything mesh cannot do.
     """
@@ -198,7 +199,8 @@ def resolve_args(args: argparse.Namespace) -> MeshConfig | None:
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, given))} with --mesh-tile-shape {tile}: mesh "
             f"sets the sizes to the tile; leave the flag out"
         )
-    _check_kernel(args, shape)
+    if not elsewhere:
+        _check_kernel(args, shape)
     return MeshConfig.of(
         decision,
         kernel=args.mesh_kernel,
