@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FOLDER = Path(sys.prefix) / "te"
+FOLDER = Path(sys.prefix) / "te"  # as in scripts/te_emulation.py, which imports torch
 _TESTS = Path(__file__).parent / "te"
 
 

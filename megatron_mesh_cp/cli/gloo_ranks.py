@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -20,30 +21,45 @@ _HOST = "127.0.0.1"
 Work = Callable[[int, Any], Any]
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where ranks live that are not all on this host: network namespaces, which stand for hosts.
+
+    enter: puts the calling process into the namespace of a rank; head: address of rank 0 there; port: free on it.
+    """
+
+    enter: Callable[[int], None]
+    head: str
+    port: int
+
+
 class RanksError(RuntimeError):
     """A rank failed, or the ranks did not end within the time limit."""
 
 
-def run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str) -> Any:
+def run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, places: Places | None = None) -> Any:
     """Run work(rank, job) on gloo ranks of one thread each, and return what rank 0 returns.
 
     Args:
         work: a function at the top of a module, which the ranks import.
         limit: seconds until hanging ranks are ended.
         lower: the flags that would make the job smaller, for the error of a job that takes longer.
+        places: where the ranks live; by default all on the loopback of this machine.
 
     Raises: RanksError where a rank fails or the time limit passes; SystemExit on SIGTERM. No rank is left behind.
     """
     previous = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
-        return _run_ranks(work, job, ranks, limit, lower)
+        if places is not None:
+            return _run_ranks(work, job, ranks, limit, lower, places)
+        # Port 0: the system picks a free one, and it is ours from then on.
+        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+        return _run_ranks(work, job, ranks, limit, lower, store.port)
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str) -> Any:
-    # Port 0: the system picks a free one, and it is ours from then on.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit))
+def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, meet: Places | int) -> Any:
     # A server imports torch once, and the ranks are its forks: importing it in every rank takes longer than a bench.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
@@ -55,7 +71,7 @@ def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str) -> An
     try:
         started = mp.start_processes(
             _rank,
-            args=(work, job, ranks, limit, store.port, sender, parent),
+            args=(work, job, ranks, limit, meet, sender, parent),
             nprocs=ranks,
             join=False,
             daemon=True,
@@ -86,20 +102,36 @@ def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str) -> An
 
 
 def _rank(
-    rank: int, work: Work, job: Any, ranks: int, limit: float, port: int, sender: Connection, parent: Connection
+    rank: int,
+    work: Work,
+    job: Any,
+    ranks: int,
+    limit: float,
+    meet: Places | int,
+    sender: Connection,
+    parent: Connection,
 ) -> None:
+    if isinstance(meet, Places):
+        meet.enter(rank)  # before there is any thread: each thread has a namespace of its own
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
     sys.stdout = sys.stderr
     torch.set_num_threads(1)
     timeout = timedelta(seconds=limit)
-    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    store = _store(rank, meet, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
     result = work(rank, job)
     if rank == 0:
         sender.send(result)
     dist.barrier()  # rank 0 answers before any rank, and with it a connection, goes
     dist.destroy_process_group()
+
+
+def _store(rank: int, meet: Places | int, timeout: timedelta) -> dist.TCPStore:
+    """Where the ranks meet: a store of the process that started them, or of rank 0 where that one cannot be reached."""
+    if isinstance(meet, int):
+        return dist.TCPStore(_HOST, meet, is_master=False, timeout=timeout)
+    return dist.TCPStore(meet.head, meet.port, is_master=rank == 0, wait_for_workers=False, timeout=timeout)
 
 
 def _die_with(parent: Connection) -> None:

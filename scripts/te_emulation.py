@@ -20,8 +20,10 @@ import importlib.util
 import inspect
 import os
 import sys
+import time
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -40,10 +42,19 @@ class Call:
 
 
 calls: list[Call] = []
+FOLDER = Path(sys.prefix) / "te"
+_kernel = None
 
 
-def install() -> None:
-    """Make `import transformer_engine.pytorch` work in this process (see te_path.py for where it is)."""
+def install(kernel: object = None) -> None:
+    """Make `import transformer_engine.pytorch` work in this process, if it can be found (in the project's environments
+    it lies in FOLDER, which is not on sys.path).
+
+    kernel: a megatron_mesh_cp.kernels.Kernel for CPU tensors that computes the blocks instead of plain torch; for
+    benches, where both sides must have the same one.
+    """
+    global _kernel
+    _kernel = kernel
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not look for the compiled core library
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     os.environ.setdefault("NVTE_RELEASE_BUILD", "0")
@@ -58,20 +69,44 @@ def install() -> None:
     forget_choices()
 
 
-def make_gloo_safe() -> None:
-    """Transformer Engine's own ring waits twice for a transfer, which hangs on gloo: let the second wait do nothing."""
+def make_gloo_safe(counters: Counters | None = None) -> None:
+    """Have Transformer Engine's own ring send and receive as gloo wants it, and count what it does.
+
+    It waits twice for a transfer, which hangs on gloo: the second wait does nothing. And every other rank posts its
+    send before its receive, which on gloo doubles the time of an exchange: here the receive is always first. NCCL does
+    not mind either.
+    """
     ring = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.context_parallel")
-    original = ring.flash_attn_p2p_communicate
-    ring.flash_attn_p2p_communicate = lambda *args: [_WaitOnce(work) for work in original(*args)]
+    counters = counters or Counters()
+
+    def communicate(rank, send_tensor, send_dst, recv_tensor, recv_src, cp_group, batch_p2p_comm):
+        works = [
+            torch.distributed.irecv(recv_tensor, recv_src, cp_group),
+            torch.distributed.isend(send_tensor, send_dst, cp_group),
+        ]
+        counters.sent += send_tensor.numel() * send_tensor.element_size()
+        return [_WaitOnce(work, counters) for work in works]
+
+    ring.flash_attn_p2p_communicate = communicate
+
+
+@dataclass
+class Counters:
+    """Bytes that a rank handed to torch.distributed in Transformer Engine's ring, and seconds that it waited."""
+
+    sent: int = 0
+    waited: float = 0.0
 
 
 class _WaitOnce:
-    def __init__(self, work: torch.distributed.Work) -> None:
-        self._work = work
+    def __init__(self, work: torch.distributed.Work, counters: Counters) -> None:
+        self._work, self._counters = work, counters
 
     def wait(self) -> bool:
         if self._work is not None:
+            begin = time.perf_counter()
             self._work.wait()
+            self._counters.waited += time.perf_counter() - begin
         self._work = None
         return True
 
@@ -82,10 +117,14 @@ class _WaitOnce:
 def _fused_attn_fwd(a: types.SimpleNamespace) -> list[torch.Tensor]:
     layout = _check(a, (a.q, a.k, a.v))
     q, k, v = (_heads_first(x, layout).float() for x in (a.q, a.k, a.v))
-    scores = _scores(a, q, k)
-    stats = scores.logsumexp(-1, keepdim=True)
-    out = torch.exp(scores - stats) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     _log("fwd", a, layout)
+    if _kernel is not None:
+        out, lse = _kernel.forward(q, k, v, _is_causal(a, q, k), a.attn_scale)
+        stats = lse.unsqueeze(-1).contiguous()
+    else:
+        scores = _scores(a, q, k)
+        stats = scores.logsumexp(-1, keepdim=True)
+        out = torch.exp(scores - stats) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     return [_in_layout(out.to(a.q.dtype), layout), stats, torch.zeros(2, dtype=torch.int64)]
 
 
@@ -99,6 +138,10 @@ def _fused_attn_bwd(a: types.SimpleNamespace) -> list[torch.Tensor | None]:
     _expect(stats.dtype == torch.float32 and stats.is_contiguous(), f"stats: {stats.dtype}, {stats.stride()}")
     _expect(stats.shape == (*q.shape[:3], 1), f"stats {list(stats.shape)} for q {list(q.shape)}")
     _expect(rng_state.dtype == torch.int64 and rng_state.numel() == 2, f"rng_state {rng_state}")
+    _log("bwd", a, layout)
+    if _kernel is not None:
+        grads = _kernel.backward(dout, q, k, v, out, stats.squeeze(-1), None, _is_causal(a, q, k), a.attn_scale)
+        return [*(_in_layout(x.to(a.q.dtype), layout) for x in grads), None, None]
     groups = k.shape[1]
     kk, vv = (x.repeat_interleave(q.shape[1] // groups, 1) for x in (k, v))
     p = torch.exp(_scores(a, q, k) - stats)
@@ -106,7 +149,6 @@ def _fused_attn_bwd(a: types.SimpleNamespace) -> list[torch.Tensor | None]:
     ds = p * (dout @ vv.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * a.attn_scale
     dq, dk = ds @ kk, ds.transpose(-1, -2) @ q
     dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk, dv))
-    _log("bwd", a, layout)
     return [*(_in_layout(x.to(a.q.dtype), layout) for x in (dq, dk, dv)), None, None]
 
 
@@ -115,7 +157,10 @@ def _check(a: types.SimpleNamespace, tensors: tuple[torch.Tensor, ...]) -> str:
     layout = a.qkv_layout.name.removeprefix("NVTE_").split("_")[0].lower()
     _expect(a.qkv_layout.name == "NVTE_" + "_".join([layout.upper()] * 3), f"qkv_layout {a.qkv_layout}")
     for x in tensors:
-        _expect(x.dtype in _HALF and x.is_contiguous(), f"{x.dtype} {list(x.shape)} with strides {x.stride()}")
+        _expect(
+            (x.dtype in _HALF or _kernel is not None) and x.is_contiguous(),
+            f"{x.dtype} {list(x.shape)} with strides {x.stride()}",
+        )
     _expect(a.dropout == 0.0 and getattr(a, "attn_bias", None) is None, "dropout or bias")
     if hasattr(a, "o_format"):
         _expect(a.o_format.name == f"NVTE_{layout.upper()}", f"o_format {a.o_format} with {a.qkv_layout}")
@@ -130,6 +175,11 @@ def _check(a: types.SimpleNamespace, tensors: tuple[torch.Tensor, ...]) -> str:
 def _expect(fine: bool, what: str) -> None:
     if not fine:
         raise AssertionError(f"emulated fused attention: {what}")
+
+
+def _is_causal(a: types.SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> bool:
+    _expect("CAUSAL" not in a.attn_mask_type.name or q.shape[2] == k.shape[2], "a causal block that is not square")
+    return "CAUSAL" in a.attn_mask_type.name
 
 
 def _scores(a: types.SimpleNamespace, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
