@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import queue
 import threading
 import time
@@ -51,7 +52,9 @@ class Counters:
     """What one rank's channels have done since the last `reset`.
 
     sent: bytes handed to torch.distributed, by (direction, channel), e.g. ("forward", "row"); received likewise.
-    sends: messages, likewise; waited: seconds spent waiting for transfers to finish. recorder: see `Recorder`.
+    sends: messages, likewise; waited: seconds spent waiting for transfers to finish; busy: seconds in which a batch was
+    under way, by (direction, channel): the achieved rate of a link is sent / busy. Where CUDA streams carry the
+    batches the host knows neither, and both are 0 unless there is a clock. recorder: see `Recorder`.
     """
 
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class Counters:
     sends: dict[tuple[str, str], int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     waited: float = 0.0
+    busy: dict[tuple[str, str], float] = field(default_factory=dict)
+    clock: streams.StreamClock | None = None
     recorder: Recorder | None = None
 
     def reset(self) -> None:
@@ -66,7 +71,20 @@ class Counters:
         self.received.clear()
         self.sends.clear()
         self.calls.clear()
+        self.busy.clear()
         self.waited = 0.0
+
+    def add_busy(self, key: tuple[str, str], seconds: float) -> None:
+        """Add to `busy`."""
+        self.busy[key] = self.busy.get(key, 0.0) + seconds
+
+    def read_clock(self) -> None:
+        """Add what the clock has measured by now, without waiting for the GPU."""
+        if self.clock is not None:
+            waited, busy = self.clock.read()
+            self.waited += waited
+            for key, seconds in busy.items():
+                self.add_busy(key, seconds)
 
     @property
     def messages(self) -> int:
@@ -178,6 +196,9 @@ class ChannelComm:
         if route is streams.Route.STREAM:
             works = self.queue.order.after_others(self, lambda: self._post(ordered, where, direction), _wait_all)
             done = lambda: self._wait(works, where)  # noqa: E731
+            if (clock := self.counters.clock) is not None:
+                clock.posted((direction, self.name), lambda: _wait_all(works))
+                done = functools.partial(clock.waited_for, done)
         elif route is streams.Route.THREAD:
             done = self.queue.submit(lambda: self._carry(ordered, where, direction)).result
         else:
@@ -209,6 +230,7 @@ class ChannelComm:
             raise CommError(f"CP rank {self.rank}: the {self.name} channel was abandoned after a failure")
         begin = time.perf_counter()
         self._wait(self._post(batch, where, direction), where)
+        self.counters.add_busy((direction, self.name), time.perf_counter() - begin)
         if self.counters.recorder is not None:
             self.counters.recorder(self.name, _label(t for t, _ in batch), begin, time.perf_counter())
 

@@ -18,7 +18,8 @@ launches stands in one line, another order could deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import TypeVar
@@ -81,6 +82,57 @@ class StreamOrder:
                 posted = post()
         self._last = channel, posted
         return posted
+
+
+class StreamClock:
+    """How long batches on CUDA streams are under way, and how long the caller's stream waits for them.
+
+    By CUDA events that are read once they have happened: nothing waits for the GPU. A batch is under way from when its
+    data is ready and the one before it, of the same key, is complete.
+    """
+
+    def __init__(self) -> None:
+        self._sides: dict[Hashable, torch.cuda.Stream] = {}
+        self._last: dict[Hashable, torch.cuda.Event] = {}
+        # (key, or None for a wait; begin events, of which the last one counts; end)
+        self._open: deque[tuple[Hashable, tuple[torch.cuda.Event, ...], torch.cuda.Event]] = deque()
+
+    def posted(self, key: Hashable, wait: Callable[[], None]) -> None:
+        """A batch was posted from the current stream; `wait` makes a stream wait for it."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        if key not in self._sides:
+            self._sides[key] = torch.cuda.Stream()
+        with torch.cuda.stream(self._sides[key]):
+            wait()
+            end.record()
+        before = self._last.get(key)
+        self._open.append((key, (begin,) if before is None else (begin, before), end))
+        self._last[key] = end
+
+    def waited_for(self, wait: Callable[[], None]) -> None:
+        """Have the current stream wait for a batch."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        wait()
+        end.record()
+        self._open.append((None, (begin,), end))
+
+    def read(self) -> tuple[float, dict[Hashable, float]]:
+        """Seconds waited, and seconds under way by key, of what has happened since the last call."""
+        waited, busy = 0.0, {}
+        unfinished = deque()
+        for key, begins, end in self._open:
+            if not end.query():
+                unfinished.append((key, begins, end))
+                continue
+            seconds = min(begin.elapsed_time(end) for begin in begins) / 1e3
+            if key is None:
+                waited += seconds
+            else:
+                busy[key] = busy.get(key, 0.0) + seconds
+        self._open = unfinished
+        return waited, busy
 
 
 class Staged:

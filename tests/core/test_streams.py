@@ -245,3 +245,79 @@ def test_a_rank_with_an_order_of_its_own_is_out_of_step():
         replace(steps[n], transfers=t) for n, t in zip(posting, (two, one), strict=True)
     )
     assert any("has no partner" in text for text in out_of_step(replace(plan, explicit={0: tuple(steps)})))
+
+
+class FakeEvent:
+    """A CUDA event: it happens at the time that its stream shows when it is recorded, if that time has come."""
+
+    now = 0.0  # ms, of the GPU
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = torch.cuda.current_stream().at
+
+    def query(self) -> bool:
+        return self.at <= FakeEvent.now
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_the_clock_tells_transfer_from_waiting_and_never_waits_for_the_gpu(monkeypatch):
+    """Two batches of a channel: posted at 0 and 1 ms, complete at 10 and 18; the caller needs them at 4 and 15."""
+    caller, sides = SimpleNamespace(at=0.0), [SimpleNamespace(at=0.0)]
+    current = [caller]
+
+    @contextmanager
+    def enter(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: sides.pop())
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+
+    def wait_until(at: float):
+        def wait() -> None:
+            current[-1].at = max(current[-1].at, at)
+
+        return wait
+
+    clock, key = streams.StreamClock(), ("forward", "row")
+    clock.posted(key, wait_until(10))
+    caller.at = 1.0
+    clock.posted(key, wait_until(18))
+    caller.at = 4.0
+    clock.waited_for(wait_until(10))
+    caller.at = 15.0
+    clock.waited_for(wait_until(18))
+    FakeEvent.now = 12.0
+    assert clock.read() == (pytest.approx(6e-3), {key: pytest.approx(10e-3)})
+    assert clock.read() == (0.0, {})
+    FakeEvent.now = 20.0
+    assert clock.read() == (pytest.approx(3e-3), {key: pytest.approx(8e-3)})  # the second batch began at 10
+
+
+def test_a_channel_on_streams_gives_its_batches_to_the_clock(monkeypatch):
+    seen = []
+    monkeypatch.setattr(streams, "route_of", lambda device, group: streams.Route.STREAM)
+    monkeypatch.setattr(comm.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(comm.dist, "batch_isend_irecv", lambda ops: [SimpleNamespace(wait=lambda: seen.append("wait"))])
+    monkeypatch.setattr(comm.dist, "P2POp", lambda *args: args)
+    counters = comm.Counters()
+    counters.clock = SimpleNamespace(
+        posted=lambda key, wait: seen.append(key),
+        waited_for=lambda wait: seen.append("stream waits") or wait(),
+        read=lambda: (0.25, {("forward", "row"): 0.5}),
+    )
+    channel = comm.ChannelComm("row", object(), {0: 0, 1: 1}, 0, counters)
+    channel.start([(Transfer(Payload.Q, 0, 1, True), torch.ones(4))], "forward step 0", "forward")
+    channel.finish()
+    assert seen == [("forward", "row"), "stream waits", "wait"]
+    counters.waited = 0.0
+    counters.read_clock()
+    assert (counters.waited, counters.busy) == (0.25, {("forward", "row"): 0.5})

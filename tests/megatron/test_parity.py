@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 from launch import PretrainRun, run_pretrain
+from tensorboard.backend.event_processing import event_accumulator
 
 from megatron_mesh_cp.megatron.text_data import build_text_dataset
 
@@ -97,15 +98,24 @@ def test_mesh_prints_the_losses_and_gradient_norms_of_cp_1_with_stock_attention(
     assert_same_training(run, train())
 
 
-def test_log_comm_prints_bytes_that_were_really_sent(train):
-    run = train(f"{GQA} {mesh(4, '2x2', '--mesh-tile-shape-backward 1x4 --mesh-log-comm')}", 4)
+def test_log_comm_prints_and_writes_what_was_really_sent(train, tmp_path):
+    board = tmp_path / "board"
+    flags = f"--mesh-tile-shape-backward 1x4 --mesh-log-comm --tensorboard-dir {board}"
+    run = train(f"{GQA} {mesh(4, '2x2', flags)}", 4)
     lines = [line for line in run.stdout.splitlines() if line.startswith("[mesh-cp] comm iteration")]
     assert len(lines) == ITERATIONS
     # 16 local tokens, batch 2, 4 heads and 2 KV heads of 16, fp32: forward 2x2, backward 1x4
     q, kv, stat = 16 * 2 * 4 * 16 * 4, 16 * 2 * 2 * 32 * 4, 16 * 2 * 4 * 4
     for line in lines:
         assert f"bytes per rank and layer: forward {2 * q + stat + kv} backward {6 * kv}" in line
-        assert "waited" in line
+        # 2 layers, 2 microbatches; the validation at the end comes after the last line
+        assert f"an iteration: {4 * (2 * q + stat + 7 * kv)} bytes, waited " in line
+        assert re.search(r"link rate: row [0-9.e-]+ GB/s column [0-9.e-]+ GB/s$", line)
+    written = event_accumulator.EventAccumulator(str(board)).Reload()
+    for name in ("bytes-per-iteration", "exposed-wait-ms", "link-rate-row-GB-s", "link-rate-column-GB-s"):
+        values = written.Scalars(f"mesh-cp/{name}")
+        assert [value.step for value in values] == list(range(1, ITERATIONS + 1))
+        assert all(value.value > 0 for value in values)
 
 
 SIDE_BY_SIDE = {
