@@ -15,6 +15,7 @@ from .kernels import Kernel, select_kernel
 from .layout import check_layout
 from .merge import row_delta
 from .plan import Direction, check_exchange
+from .wire import from_heads_first, heads_first
 
 _SEQUENCE_AND_BATCH = {"sbhd": (0, 1), "bshd": (1, 0)}
 
@@ -117,12 +118,11 @@ class _Call:
         """A [b, h, s, d] view; the kernels want a contiguous last dimension."""
         if x.stride(-1) != 1:
             x = x.contiguous()
-        return x.permute(1, 2, 0, 3) if self.qkv_format == "sbhd" else x.permute(0, 2, 1, 3)
+        return heads_first(x, self.qkv_format)
 
     def as_given(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """From [b, h, s, d] back to the caller's layout, contiguous, in `dtype`."""
-        x = x.permute(2, 0, 1, 3) if self.qkv_format == "sbhd" else x.permute(0, 2, 1, 3)
-        return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
+        return from_heads_first(x, self.qkv_format).to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 class _MeshAttention(torch.autograd.Function):

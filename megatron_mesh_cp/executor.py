@@ -17,7 +17,7 @@ from .kernels import Kernel
 from .layout import BlockKind, block_kind
 from .merge import NEG_INF, clean_lse, merge_, stand_in_out, stats_dtype
 from .plan import Block, Direction, Event, EventKind, Item, Payload, Transfer
-from .wire import Wire, in_memory_order
+from .wire import Parts, Wire, in_memory_order
 
 Tensors = tuple[torch.Tensor, ...]
 _ALL = slice(None)
@@ -41,11 +41,16 @@ class _Run:
 
     direction: Direction
 
-    def __init__(self, problem: Problem, own: dict[Item, Tensors], wires: dict[Payload, Wire]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        own: dict[Item, Tensors],
+        messages: dict[Payload, Parts],
+    ) -> None:
         self.p = problem
         self.rank = problem.groups.rank
         self.inputs = dict(own)  # chunks that blocks can read
-        self.wires = wires
+        self.wires = {payload: Wire(parts, problem.memory) for payload, parts in messages.items()}
         self.partials: dict[Item, Tensors] = {}  # accumulators of results
         self.chunks: dict[Item, torch.Tensor] = {}  # input messages: own packed, received, or under way
         self.results: dict[Transfer, torch.Tensor] = {}  # result messages under way, to here or to their owner
@@ -160,12 +165,12 @@ class ForwardRun(_Run):
     def __init__(self, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         rank, acc = problem.groups.rank, stats_dtype(q.dtype)
         out_shape = (*q.shape[:3], v.shape[-1])
-        wires = {
-            Payload.Q: Wire(((tuple(q.shape), q.dtype),), problem.memory),
-            Payload.KV: Wire(((tuple(k.shape), k.dtype), (tuple(v.shape), v.dtype)), problem.memory),
-            Payload.O: Wire(((out_shape, q.dtype), (out_shape[:3], acc)), problem.memory),
+        messages = {
+            Payload.Q: ((tuple(q.shape), q.dtype),),
+            Payload.KV: ((tuple(k.shape), k.dtype), (tuple(v.shape), v.dtype)),
+            Payload.O: ((out_shape, q.dtype), (out_shape[:3], acc)),
         }
-        super().__init__(problem, {(Payload.Q, rank): (q,), (Payload.KV, rank): (k, v)}, wires)
+        super().__init__(problem, {(Payload.Q, rank): (q,), (Payload.KV, rank): (k, v)}, messages)
         self.out_shape = out_shape
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,13 +225,13 @@ class BackwardRun(_Run):
         rank = problem.groups.rank
         q_part, k_part, v_part = ((tuple(x.shape), x.dtype) for x in (q, k, v))
         stat = (tuple(lse.shape), lse.dtype)
-        wires = {
-            Payload.QDO: Wire((q_part, (tuple(dout.shape), q.dtype), stat, stat), problem.memory),
-            Payload.KV: Wire((k_part, v_part), problem.memory),
-            Payload.DQ: Wire((q_part,), problem.memory),
-            Payload.DKV: Wire((k_part, v_part), problem.memory),
+        messages = {
+            Payload.QDO: (q_part, (tuple(dout.shape), q.dtype), stat, stat),
+            Payload.KV: (k_part, v_part),
+            Payload.DQ: (q_part,),
+            Payload.DKV: (k_part, v_part),
         }
-        super().__init__(problem, {(Payload.QDO, rank): (q, dout, lse, delta), (Payload.KV, rank): (k, v)}, wires)
+        super().__init__(problem, {(Payload.QDO, rank): (q, dout, lse, delta), (Payload.KV, rank): (k, v)}, messages)
         self._stand_ins: dict[int, torch.Tensor] = {}
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -144,7 +144,7 @@ class Staged:
     """
 
     def __init__(self, device: torch.device, batch: Sequence[tuple[bool, torch.Tensor]]) -> None:
-        self._device, self._batch = device, batch
+        self._batch = batch
         self._stream, self._ready = None, None
         if device.type == "cuda":
             self._stream, self._ready = torch.cuda.Stream(device), torch.cuda.Event()

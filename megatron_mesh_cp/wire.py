@@ -8,18 +8,24 @@ from dataclasses import dataclass
 import torch
 
 _AXES = "bhsd"
+Parts = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each tensor of a message
 
 
-def memory_view(x: torch.Tensor, memory: str) -> torch.Tensor:
-    """A [b, h, s, d] view with its axes in the order `memory`; tensors of other dimensions as they are."""
+def from_heads_first(x: torch.Tensor, memory: str) -> torch.Tensor:
+    """A [b, h, s, d] view with its axes in the order `memory`, such as "sbhd"; tensors of other ranks as they are."""
     return x.permute([_AXES.index(axis) for axis in memory]) if x.dim() == 4 else x
+
+
+def heads_first(x: torch.Tensor, memory: str) -> torch.Tensor:
+    """The way back: a tensor with its axes in the order `memory` as a [b, h, s, d] view."""
+    return x.permute([memory.index(axis) for axis in _AXES])
 
 
 def in_memory_order(flat: torch.Tensor, shape: tuple[int, ...], memory: str) -> torch.Tensor:
     """A contiguous tensor as a view of `shape` whose axes lie in the order `memory` ([b, h, s, d] only)."""
     if len(shape) != 4:
         return flat.view(shape)
-    return flat.view([shape[_AXES.index(axis)] for axis in memory]).permute([memory.index(axis) for axis in _AXES])
+    return heads_first(flat.view([shape[_AXES.index(axis)] for axis in memory]), memory)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Wire:
     copy and a kernel that wants that order has no more to make.
     """
 
-    parts: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    parts: Parts
     memory: str = "bhsd"
 
     @property
@@ -56,7 +62,7 @@ class Wire:
     def pack(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The buffer that holds `tensors` (rounded to the wire's dtypes); a lone contiguous tensor is not copied."""
         if len(tensors) == 1 and tensors[0].dtype == self.parts[0][1]:
-            flat = memory_view(tensors[0], self.memory)
+            flat = from_heads_first(tensors[0], self.memory)
             if flat.is_contiguous():
                 return flat.reshape(-1).view(torch.uint8)
         buffer = self.alloc(tensors[0].device)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -56,7 +57,7 @@ def all_checks() -> list[Check]:
                 safely("nccl", lambda: nccl(torch)),
                 safely("gpus", lambda: gpus(torch)),
             ]
-            with quiet():
+            with contextlib.suppress(Exception):
                 capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         checks += [
             safely("megatron-core", megatron_core),
@@ -70,16 +71,6 @@ def all_checks() -> list[Check]:
             return checks + variables(os.environ, capability, interfaces(), os.cpu_count() or 1)
         except Exception as problem:
             return [*checks, Check("environment variables", "fail", one_line(problem))]
-
-
-class quiet:
-    """Errors inside are passed over: what they spoil is only left out."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, *rest: object) -> bool:
-        return kind is not None and issubclass(kind, Exception)
 
 
 def safely(name: str, check: Callable[[], Check]) -> Check:
@@ -141,7 +132,7 @@ def cuda(torch: ModuleType, driver_is_there: bool) -> Check:
         build = "a ROCm build, which nobody has tried" if torch.version.hip else "a CPU build"
         return Check("cuda", "absent", f"torch {torch.__version__} is {build}; CPU ranks with gloo work")
     number = 0
-    with quiet():
+    with contextlib.suppress(Exception):
         number = torch._C._cuda_getDriverVersion()
     driver = f"driver for CUDA {number // 1000}.{number % 1000 // 10}" if number else "no driver"
     detail = f"runtime {torch.version.cuda}, {driver}"

@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 from packaging.version import Version
 
+from ..wire import from_heads_first, heads_first
 from .packages import load, outside
 
 PACKAGE = "transformer-engine"
@@ -29,9 +30,6 @@ _UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 _DTYPES = (torch.bfloat16, torch.float16)
 # Arguments that exist in some of the supported versions only; all others must exist.
 _VERSIONED = {"o_format", "do_format", "dqkv_layout", "dqkv_dtype"}
-# Where [b, h, s, d] goes in memory, and back.
-_TO_MEMORY = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
-_FROM_MEMORY = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 
 
 class TeKernel:
@@ -70,16 +68,9 @@ class TeKernel:
     def forward(self, q, k, v, causal, scale):
         fmt = _format_of(q)
         q, k, v = (_lay_out(x, fmt) for x in (q, k, v))
-        out, aux, *_ = _call(
-            load(_FUSED)[0].fused_attn_fwd,
-            is_training=True,
-            q=q,
-            k=k,
-            v=v,
-            o_format=fmt,
-            **self._common(q, k, fmt, causal, scale),
-        )
-        return out.permute(_FROM_MEMORY[fmt]), aux[0].squeeze(-1)
+        common = self._common(q, k, v, fmt, causal, scale)
+        out, aux, *_ = _call(load(_FUSED)[0].fused_attn_fwd, is_training=True, **common)
+        return heads_first(out, fmt), aux[0].squeeze(-1)
 
     def backward(self, dout, q, k, v, out, lse, delta, causal, scale):
         fmt = _format_of(q)
@@ -87,24 +78,26 @@ class TeKernel:
         stats = lse.to(torch.float32).contiguous().unsqueeze(-1)
         grads = _call(
             load(_FUSED)[0].fused_attn_bwd,
-            q=q,
-            k=k,
-            v=v,
             o=out,
             d_o=dout,
             dqkv_dtype=q.dtype,
             aux_ctx_tensors=[stats, _rng_state(q.device)],
-            o_format=fmt,
             do_format=fmt,
-            dqkv_layout="_".join([fmt] * 3),
+            dqkv_layout=_layout(fmt),
             deterministic=self._deterministic or torch.are_deterministic_algorithms_enabled(),
-            **self._common(q, k, fmt, causal, scale),
+            **self._common(q, k, v, fmt, causal, scale),
         )
-        return tuple(grad.permute(_FROM_MEMORY[fmt]) for grad in grads[:3])
+        return tuple(heads_first(grad, fmt) for grad in grads[:3])
 
-    def _common(self, q: torch.Tensor, k: torch.Tensor, fmt: str, causal: bool, scale: float) -> dict[str, object]:
+    def _common(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fmt: str, causal: bool, scale: float
+    ) -> dict[str, object]:
         batch, rows, columns = q.shape[fmt.index("b")], q.shape[fmt.index("s")], k.shape[fmt.index("s")]
         return {
+            "q": q,
+            "k": k,
+            "v": v,
+            "o_format": fmt,
             "max_seqlen_q": rows,
             "max_seqlen_kv": columns,
             "cu_seqlens_q": _full_cu_seqlens(batch, rows, q.device),
@@ -113,7 +106,7 @@ class TeKernel:
             "fused_attention_backend": load(_FUSED)[0].FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": scale,
             "dropout": 0.0,
-            "qkv_layout": "_".join([fmt] * 3),
+            "qkv_layout": _layout(fmt),
             "attn_bias_type": "no_bias",
             "attn_mask_type": "causal" if causal else "no_mask",  # "causal" is top-left, as `Kernel` wants it
             "window_size": (-1, 0) if causal else (-1, -1),
@@ -173,11 +166,16 @@ def _call(function: Callable, **arguments: object):
 
 def _format_of(x: torch.Tensor) -> str:
     """The memory order of a [b, h, s, d] view."""
-    return "bshd" if x.permute(_TO_MEMORY["bshd"]).is_contiguous() and x.shape[0] > 1 else "sbhd"
+    return "bshd" if from_heads_first(x, "bshd").is_contiguous() and x.shape[0] > 1 else "sbhd"
 
 
 def _lay_out(x: torch.Tensor, fmt: str) -> torch.Tensor:
-    return x.permute(_TO_MEMORY[fmt]).contiguous()
+    return from_heads_first(x, fmt).contiguous()
+
+
+def _layout(fmt: str) -> str:
+    """Transformer Engine's name for Q, K and V that lie apart, all three in one order."""
+    return "_".join([fmt] * 3)
 
 
 @lru_cache(maxsize=256)

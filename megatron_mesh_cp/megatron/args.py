@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 from ..cluster import load_cluster
@@ -257,18 +258,14 @@ def _require_sizes(args: argparse.Namespace) -> None:
 
 
 def _refuse_unsupported(args: argparse.Namespace) -> None:
-    for name, (fine, why) in _REFUSED.items():
-        value = getattr(args, name, fine[0])
-        if value not in fine:
-            raise ValueError(f"{_flag(name)} {value} with {ALGO_FLAG} mesh: {why}")
+    for flag, value, why in _not_fine(args, _REFUSED):
+        raise ValueError(f"{flag} {value} with {ALGO_FLAG} mesh: {why}")
     if args.transformer_impl != "transformer_engine":
-        for name, (fine, why) in _REFUSED_LOCALLY.items():
-            value = getattr(args, name, fine[0])
-            if value not in fine:
-                raise ValueError(
-                    f"{_flag(name)} {value} with {ALGO_FLAG} mesh and --transformer-impl {args.transformer_impl}: "
-                    f"{why}; use --transformer-impl transformer_engine, or leave the flag out"
-                )
+        for flag, value, why in _not_fine(args, _REFUSED_LOCALLY):
+            raise ValueError(
+                f"{flag} {value} with {ALGO_FLAG} mesh and --transformer-impl {args.transformer_impl}: {why}; use "
+                "--transformer-impl transformer_engine, or leave the flag out"
+            )
     refuse_companions(args)
     if args.attention_dropout:
         raise ValueError(
@@ -295,6 +292,16 @@ def _refuse_unsupported(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--transformer-impl {args.transformer_impl} with {ALGO_FLAG} mesh: use local or transformer_engine"
         )
+
+
+def _not_fine(
+    args: argparse.Namespace, table: dict[str, tuple[tuple[object, ...], str]]
+) -> Iterator[tuple[str, object, str]]:
+    """Flag, value and reason of what a table refuses."""
+    for name, (fine, why) in table.items():
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            yield _flag(name), value, why
 
 
 def wants_mesh(args: argparse.Namespace) -> bool:

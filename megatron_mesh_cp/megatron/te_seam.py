@@ -71,10 +71,10 @@ def open_seam(mesh: MeshConfig) -> Callable[[], None]:
         raise ValueError(f"mesh context parallelism in Transformer Engine: {_BACKENDS} has no {_SEAM}")
     undo = [functools.partial(setattr, backends, _SEAM, original)]
     setattr(backends, _SEAM, _dispatch(original, mesh))
-    for name in ("__init__", "set_context_parallel_group"):
+    for name, prepared in (("__init__", _prepared_init), ("set_context_parallel_group", _prepared_setter)):
         method = getattr(module, name)
         undo.append(functools.partial(setattr, module, name, method))
-        setattr(module, name, _prepared(method, mesh))
+        setattr(module, name, prepared(method, mesh))
 
     def close() -> None:
         for step in undo:
@@ -116,31 +116,39 @@ def _attend(mesh: MeshConfig, call: Mapping[str, object]) -> torch.Tensor:
     )
 
 
-def _prepared(method: Callable, mesh: MeshConfig) -> Callable:
-    """A method that decides on the comm type, followed by all checks of it and by the making of groups."""
-    signature = inspect.signature(method)
+def _prepared_init(init: Callable, mesh: MeshConfig) -> Callable:
+    """DotProductAttention's constructor: what mesh cannot do is refused before it does anything, or kept for later."""
+    signature = inspect.signature(init)
 
-    @functools.wraps(method)
+    @functools.wraps(init)
     def wrapper(self, *args, **kwargs):
-        refusal = None
-        if method.__name__ == "__init__":
-            call = signature.bind(self, *args, **kwargs)
-            call.apply_defaults()
-            refusal = _refusal(call.arguments)
-            if refusal and call.arguments["cp_comm_type"] == "mesh" and call.arguments["cp_group"] is not None:
-                raise ValueError(refusal)
-        result = method(self, *args, **kwargs)
-        if refusal is not None:
-            setattr(self, _REFUSAL, refusal)
-        if self.cp_comm_type == "mesh" and self.cp_group is not None:
-            _prepare(self, mesh)
-        return result
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        refusal = _refusal(call.arguments)
+        if refusal and call.arguments["cp_comm_type"] == "mesh" and call.arguments["cp_group"] is not None:
+            raise ValueError(refusal)
+        init(self, *args, **kwargs)
+        setattr(self, _REFUSAL, refusal)
+        _prepare(self, mesh)
+
+    return wrapper
+
+
+def _prepared_setter(setter: Callable, mesh: MeshConfig) -> Callable:
+    """set_context_parallel_group, which can decide on the comm type after the constructor."""
+
+    @functools.wraps(setter)
+    def wrapper(self, *args, **kwargs):
+        setter(self, *args, **kwargs)
+        _prepare(self, mesh)
 
     return wrapper
 
 
 def _prepare(module: torch.nn.Module, mesh: MeshConfig) -> None:
     """Check a DotProductAttention that will run with "mesh", and make its groups. Raises ValueError."""
+    if module.cp_comm_type != "mesh" or module.cp_group is None:
+        return
     if why := getattr(module, _REFUSAL, ""):
         raise ValueError(why)
     config = getattr(module, "config", None)  # Megatron's, on a TEDotProductAttention
@@ -185,6 +193,5 @@ def _groups_of(cp_group: dist.ProcessGroup, mesh: MeshConfig) -> MeshGroups:
         return shared_groups(ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "hcp"]), mesh)
     key = (cp_group, mesh)
     if key not in _groups:
-        other = mesh.tile_backward if mesh.tile_backward != mesh.tile else None
-        _groups[key] = MeshGroups.build(cp_group, mesh.tile, other, costs=dict(mesh.costs))
+        _groups[key] = MeshGroups.build(cp_group, mesh.tile, mesh.tile_backward, costs=dict(mesh.costs))
     return _groups[key]

@@ -24,6 +24,7 @@ from megatron_mesh_cp.kernels.reference import ReferenceKernel
 from megatron_mesh_cp.kernels.sdpa import SdpaKernel
 from megatron_mesh_cp.kernels.te import TeKernel
 from megatron_mesh_cp.merge import NEG_INF, merge_, row_delta, stand_in_out
+from megatron_mesh_cp.wire import heads_first
 
 INF = float("inf")
 REFERENCE = ReferenceKernel()
@@ -864,5 +865,5 @@ def test_te_gets_contiguous_memory_and_copies_only_where_it_has_to(fmt, memory):
         laid = te._lay_out(x, fmt)
         assert laid.is_contiguous()
         assert laid.shape == tuple(dict(zip("bhsd", x.shape, strict=True))[c] for c in fmt)
-        assert torch.equal(laid.permute(te._FROM_MEMORY[fmt]), x)
+        assert torch.equal(heads_first(laid, fmt), x)
         assert (laid.data_ptr() == x.data_ptr()) == lies_so
