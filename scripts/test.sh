@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Linter, formatter and tests; arguments go to pytest, for instance: scripts/test.sh tests/cli -k recipe
 #
-# Without arguments the tests marked `compat` run once more, on Python 3.11 with the megatron-core for it. Where there is
+# The network bench and the SLURM tests run where this is root and finds iproute2, slurm-wlm and munge; else they are
+# skipped and say so. Without arguments the tests marked `compat` run once more, on Python 3.11 with the megatron-core for it. Where there is
 # no Python 3.11 one line says so; with MESH_CP_CI=1, as in .ci/run, that is a failure.
 set -euo pipefail
 
@@ -10,6 +11,9 @@ cd "$mesh_cp_root"
 ruff check .
 ruff format --check .
 export MESH_CP_REQUIRE=core,training,te # a test that is skipped for lack of one of these fails
+if [[ ${MESH_CP_CI:-} == 1 ]]; then
+    MESH_CP_REQUIRE+=,netns,slurm # these take root, and packages of the system
+fi
 if (($#)); then
     exec python -m pytest "$@"
 fi

@@ -10,6 +10,8 @@ import os
 
 REASONS = {
     "core": "megatron-core is not installed",
+    "netns": "no network namespaces here",
+    "slurm": "no SLURM for tests",
     "te": "transformer_engine is not installed",
     "training": "ships no megatron.training",
 }
