@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Linter, formatter and tests; arguments go to pytest, for instance: scripts/test.sh tests/cli -k recipe
 #
-# The network bench and the SLURM tests run where this is root and finds iproute2, slurm-wlm and munge; else they are
-# skipped and say so. Without arguments the tests marked `compat` run once more, on Python 3.11 with the megatron-core for it. Where there is
-# no Python 3.11 one line says so; with MESH_CP_CI=1, as in .ci/run, that is a failure.
+# Without arguments the tests marked `compat` run once more, on Python 3.11 with the megatron-core for it. Where there is
+# no Python 3.11 one line says so. The tests of SLURM and of the network bench take root, slurm-wlm, munge and iproute2,
+# and are skipped where these are missing. With MESH_CP_CI=1, as in .ci/run, both are failures.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -26,6 +26,7 @@ __all__ = ["Findings", "Row", "as_json", "conclusions", "console", "plot", "tabl
 
 # arXiv 2512.20968: on 256 GPUs waiting for communication is down by up to this part.
 PUBLISHED_LESS_WAITING = 0.749
+DEFAULT_TOKENS = 16  # of a rank: so few that communication dominates
 # Largest believable error against fp64: a lost or wrongly merged block is off by the size of the values, about 1.
 _MAX_ERROR = {"float32": 1e-2, "bfloat16": 0.5, "float16": 0.1}
 
@@ -137,8 +138,9 @@ def table(found: Findings, args: argparse.Namespace) -> Table:
     left, right = ("hosts", "rate", "KV", "algorithm"), ("sent", "seconds", "vs ring", "predicted", "off by")
     out = new_table(
         f"Attention forward + backward, gloo ranks on hosts with links of {args.rate}, {args.ranks_per_host} a host\n"
-        f"{args.seq_len or '16 a rank'} tokens, batch {args.batch}, {args.heads} heads x {args.head_dim}, "
-        f"{args.dtype}, {'no mask' if args.full else 'causal'}; median of {args.repeats}",
+        f"{args.seq_len or f'{DEFAULT_TOKENS} a rank'} tokens, batch {args.batch}, "
+        f"{args.heads} heads x {args.head_dim}, {args.dtype}, {'no mask' if args.full else 'causal'}; "
+        f"median of {args.repeats}",
         dict.fromkeys(left, "left") | dict.fromkeys((*right, "waits", "pred.", "error"), "right"),
         "KV: heads; sent: bytes that one rank handed to torch.distributed; vs ring: times as fast as our ring\n"
         "predicted, pred.: by the simulator, from links and blocks as timed on this network\n"
