@@ -15,6 +15,8 @@
 * Without sequence parallelism (TP > 1) its formula has a feed-forward of 4 hidden sizes whatever the model has; that
   is left so.
 * It counts bf16 weights, fp32 gradients and fp32 Adam states; for pure fp32 that is 2 bytes a parameter too much.
+* Left as they are: layers are spread evenly over the pipeline stages, and what saves memory elsewhere (optimizer on the
+  CPU or in lower precision, bf16 gradients, FP8, offloaded activations) saves nothing here.
 
 Not counted: the CUDA context, NCCL's buffers, kernel workspaces, fragmentation, the second copy of the logits in the
 loss, one attention's own temporaries. `fits` leaves MARGIN of the GPU for them. No figure here was measured on a GPU.
@@ -84,7 +86,8 @@ def planned_memory(args: argparse.Namespace, mesh: MeshConfig | None, ranks: int
     cp, model = args.context_parallel_size, args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     job.world_size = ranks
     job.padded_vocab_size = _vocabulary(args)
-    job.data_parallel_size = ranks // model  # DP * CP: what the distributed optimizer is sharded over
+    # DP * CP: what the distributed optimizer is sharded over, unless there are several of it
+    job.data_parallel_size = ranks // model // (args.num_distributed_optimizer_instances or 1)
     whole = copy.copy(job)
     whole.tensor_model_parallel_size = whole.pipeline_model_parallel_size = 1
     whole.expert_model_parallel_size = whole.expert_tensor_parallel_size = 1

@@ -327,6 +327,8 @@ def test_memory_follows_what_megatrons_report_does_not_know(plan_with):
     grouped = plan_with(group_query_attention=True, num_query_groups=8)
     assert grouped.activations == whole.activations  # fewer KV heads are no more than the report has
     assert plan_with(use_distributed_optimizer=False).weights == pytest.approx(18 * whole.parameters, rel=1e-6)
+    several = plan_with(num_distributed_optimizer_instances=4)  # each is sharded over a quarter of the ranks
+    assert several.weights == pytest.approx(whole.parameters * (6 + 12 / 64), rel=1e-6)
     longer = plan_with(seq_length=2 * 1048576)
     assert longer.activations == pytest.approx(2 * whole.activations)
 
