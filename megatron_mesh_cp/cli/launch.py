@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from megatron_mesh_cp.megatron.config import MeshConfig
 
 ENTRY = "megatron_mesh_cp.megatron.pretrain"
 _GRACE_SECONDS = 45  # torchrun gives its ranks 30 s after SIGTERM before it kills them
@@ -19,12 +23,18 @@ _GRACE_SECONDS = 45  # torchrun gives its ranks 30 s after SIGTERM before it kil
 
 @dataclass(frozen=True)
 class Launch:
-    """A checked job: what to run, on how many ranks, in which environment; `args` as Megatron parsed it."""
+    """A checked job: what to run, on how many ranks, in which environment; `args` as Megatron parsed it.
+
+    mesh: what mesh context parallelism resolves to, None without it. validated: `args` after Megatron's own checks,
+    which fill in defaults. Both are None with --use-checkpoint-args, where only a rank knows the flags.
+    """
 
     ranks: int
     flags: tuple[str, ...]
     env: dict[str, str]
     args: argparse.Namespace
+    mesh: "MeshConfig | None" = None
+    validated: argparse.Namespace | None = None
 
     @property
     def command(self) -> list[str]:

@@ -15,10 +15,15 @@ import traceback
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 from unittest import mock
 
 from megatron_mesh_cp.cli.launch import Launch, run_ranks
+from megatron_mesh_cp.megatron.nodes import check_row_in_node
 from megatron_mesh_cp.megatron.recipe import Recipe, load_recipe, nearest
+
+if TYPE_CHECKING:
+    from megatron_mesh_cp.megatron.config import MeshConfig
 
 _DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 TAKES_MORE_FLAGS = True  # what this command does not know is a Megatron flag; read by cli/main.py
@@ -82,12 +87,13 @@ def plan_launch(
     _check_data(args)
     ranks = _rank_count(args, recipe, ranks)
     env = {**environ, **recipe.env}
-    _check_job(args, ranks, env, elsewhere)
+    mesh, validated = _check_job(args, ranks, env, elsewhere)
+    check_row_in_node(recipe, ranks, args.tensor_model_parallel_size, mesh)
 
     if not elsewhere:
         _fit_here(ranks, env)
     env.setdefault("PYTHONUNBUFFERED", "1")
-    return Launch(ranks, flags, env, args)
+    return Launch(ranks, flags, env, args, mesh, validated)
 
 
 def _fit_here(ranks: int, env: dict[str, str]) -> None:
@@ -217,8 +223,10 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str], elsewhere: bool) -> None:
-    """The checks that each rank makes too, in the same order."""
+def _check_job(
+    args: argparse.Namespace, ranks: int, env: Mapping[str, str], elsewhere: bool
+) -> tuple["MeshConfig | None", argparse.Namespace | None]:
+    """The checks that each rank makes too, in the same order; see Launch.mesh and Launch.validated."""
     from megatron_mesh_cp.megatron.args import resolve_args
     from megatron_mesh_cp.megatron.install import apply
     from megatron_mesh_cp.megatron.pretrain import refuse_unsupported
@@ -227,12 +235,13 @@ def _check_job(args: argparse.Namespace, ranks: int, env: Mapping[str, str], els
     refuse_unsupported(args)
     check_save_folder(args)
     if args.use_checkpoint_args:  # the rest of the flags is in the checkpoint, which only a rank reads
-        return
+        return None, None
     mesh = resolve_args(args, elsewhere=elsewhere)
     checked = copy.deepcopy(args)
     if mesh is not None:
         apply(mesh, checked)
     _megatron_validates(checked, ranks, env)
+    return mesh, checked
 
 
 def _megatron_validates(args: argparse.Namespace, ranks: int, env: Mapping[str, str]) -> None:

@@ -3,6 +3,8 @@
     ENV_VARS:
       CUDA_DEVICE_MAX_CONNECTIONS: 1
     RANKS: 4                            # ours, optional: the number of ranks the recipe is written for
+    RANKS_PER_NODE: 8                   # ours, optional: how many of them share a node
+    ROW_IN_NODE: true                   # ours, optional: the tile's group on consecutive ranks stays inside a node
     MODEL_ARGS:
       --seq-length: 131072              # --seq-length 131072
       --bf16: true                      # --bf16
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import yaml
 
-TOP_LEVEL_KEYS = ("ENV_VARS", "MODEL_ARGS", "RANKS")
+TOP_LEVEL_KEYS = ("ENV_VARS", "MODEL_ARGS", "RANKS", "RANKS_PER_NODE", "ROW_IN_NODE")
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^${}]*))?\}")
 _YAML_TAG = "tag:yaml.org,2002:"
 
@@ -37,13 +39,17 @@ class RecipeError(ValueError):
 class Recipe:
     """One recipe, ready for a command line.
 
-    `flags` holds the arguments in the order of the file; `ranks` is None where the recipe does not say.
+    `flags` holds the arguments in the order of the file; `ranks` and `ranks_per_node` are None where the recipe does
+    not say. `row_in_node` is a claim that the launcher checks: the consecutive group of the tile, times the
+    tensor-parallel size, lies inside a node.
     """
 
     path: Path
     env: dict[str, str]
     flags: tuple[str, ...]
     ranks: int | None
+    ranks_per_node: int | None = None
+    row_in_node: bool = False
 
 
 def load_recipe(
@@ -87,7 +93,21 @@ def load_recipe(
         action = _known_flag(path, key, at, parser)
         flags += _arguments(path, key, node, known, action)
 
-    return Recipe(path, env, tuple(flags), _ranks(path, _value(top, "RANKS")))
+    ranks, per_node = (_count(path, key, _value(top, key)) for key in ("RANKS", "RANKS_PER_NODE"))
+    row_in_node = _row_in_node(path, _value(top, "ROW_IN_NODE"), per_node)
+    if ranks is not None and per_node is not None:
+        check_nodes(ranks, per_node, f"{path}: RANKS: {ranks}", "; change one of the two")
+    return Recipe(path, env, tuple(flags), ranks, per_node, row_in_node)
+
+
+def check_nodes(ranks: int, per_node: int, said: str, way_out: str) -> None:
+    """Raise RecipeError where `ranks` need more than one node and do not fill the last; said: where they are from."""
+    if ranks > per_node and ranks % per_node:
+        whole = ranks // per_node
+        raise RecipeError(
+            f"{said} with RANKS_PER_NODE: {per_node} leaves a node partly empty: {whole} nodes hold "
+            f"{whole * per_node} ranks, {whole + 1} hold {(whole + 1) * per_node}{way_out}"
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -228,9 +248,20 @@ def _text(path: Path, key: str, node: yaml.Node, environ: Mapping[str, str]) -> 
     return filled
 
 
-def _ranks(path: Path, node: yaml.Node | None) -> int | None:
+def _count(path: Path, key: str, node: yaml.Node | None) -> int | None:
     if node is None:
         return None
     if not isinstance(node, yaml.ScalarNode) or not re.fullmatch(r"[1-9][0-9]*", node.value):
-        raise _error(path, node, f"RANKS must be a whole number from 1 up, got {getattr(node, 'value', node)!r}")
+        raise _error(path, node, f"{key} must be a whole number from 1 up, got {getattr(node, 'value', node)!r}")
     return int(node.value)
+
+
+def _row_in_node(path: Path, node: yaml.Node | None, per_node: int | None) -> bool:
+    if node is None:
+        return False
+    claimed = _truth(path, "ROW_IN_NODE", node) if isinstance(node, yaml.ScalarNode) else None
+    if claimed is None:
+        raise _error(path, node, f"ROW_IN_NODE must be true or false, got {getattr(node, 'value', node)!r}")
+    if claimed and per_node is None:
+        raise _error(path, node, "ROW_IN_NODE: true without RANKS_PER_NODE: how large a node is must be known; add it")
+    return claimed
