@@ -1,7 +1,14 @@
-"""Start the ranks of a checked job with torchrun, pass their output on, and end them all when told to."""
+"""Start the ranks of a checked job with torchrun, pass their output on, and end them all when told to.
+
+SIGUSR1 is a job scheduler's "the time is nearly over". It ends nothing here: it is passed on to the ranks, again and
+again, since a rank that still starts ignores it and only later hears it (Megatron's --exit-signal-handler).
+"""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import signal
 import subprocess
 import sys
@@ -13,7 +20,10 @@ from pathlib import Path
 
 import psutil
 
+from megatron_mesh_cp.cli.nodes import Nodes, note
+
 ENTRY = "megatron_mesh_cp.megatron.pretrain"
+_AGAIN_SECONDS = 5.0
 _GRACE_SECONDS = 45  # torchrun gives its ranks 30 s after SIGTERM before it kills them
 
 
@@ -25,23 +35,81 @@ class Launch:
     flags: tuple[str, ...]
     env: dict[str, str]
     args: argparse.Namespace
+    nodes: Nodes | None = None
 
     @property
     def command(self) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*torchrun, "--nproc-per-node", str(self.ranks), "-m", ENTRY, *self.flags]
+        where = self.nodes.torchrun if self.nodes else ["--standalone", "--nproc-per-node", str(self.ranks)]
+        return [sys.executable, "-m", "torch.distributed.run", *where, "-m", ENTRY, *self.flags]
 
 
-def run_ranks(launch: Launch, log: Path | None = None, show: Callable[[str], bool] | None = None) -> int:
+class EndSoon:
+    """SIGUSR1 of this launcher; entered before the ranks start, so that it never ends the launcher.
+
+    It asks the ranks to save and end where they were told to listen for it, and is noted and ignored where not.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._said = False
+        self._next = 0.0
+
+    def __enter__(self) -> EndSoon:
+        self._previous = signal.signal(signal.SIGUSR1, self._ask)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal.signal(signal.SIGUSR1, self._previous)
+
+    def _ask(self, signum, frame) -> None:
+        self.asked = True
+
+    def start(self, launch: Launch, **options) -> subprocess.Popen:
+        """Start torchrun with SIGUSR1 ignored, which it and the ranks inherit: torchrun would die of it."""
+        # Ours is a handler, and exec would turn that into the default.
+        ignore = functools.partial(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+        return subprocess.Popen(launch.command, env=launch.env, preexec_fn=ignore, **options)
+
+    def pass_on(self, launch: Launch, torchrun: subprocess.Popen) -> None:
+        """Called once a second: tell the ranks, the children of torchrun, every few seconds until they have ended."""
+        if not self.asked or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _AGAIN_SECONDS
+        args = launch.args
+        listens = getattr(args, "exit_signal_handler", False) and args.exit_signal == signal.SIGUSR1
+        if not self._said:
+            self._said = True
+            note(
+                "SIGUSR1: the ranks are told to save and end; they do after the iteration they are in, or, if they "
+                "still start, after their first"
+                if listens and args.save
+                else "SIGUSR1: ignored, since the job has no --save or not --exit-signal-handler --exit-signal SIGUSR1"
+            )
+        if listens and args.save:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for rank in psutil.Process(torchrun.pid).children():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.send_signal(signal.SIGUSR1)
+
+
+def run_ranks(
+    launch: Launch,
+    log: Path | None = None,
+    show: Callable[[str], bool] | None = None,
+    end_soon: EndSoon | None = None,
+) -> int:
     """Start the ranks, pass their output on, and return their exit code.
 
     With `log`, stdout and stderr of the ranks go into that file, and the lines that `show` picks (all,
     without it) to our stdout. SIGINT, SIGTERM and SIGHUP end all ranks, a second one at once; the exit code
-    is then 128 + the signal.
+    is then 128 + the signal. `end_soon`: already entered, where SIGUSR1 may come before the ranks are started.
     """
+    if end_soon is None:
+        with EndSoon() as end_soon:
+            return run_ranks(launch, log, show, end_soon)
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log else {}
     # A session of its own: a Ctrl-C reaches torchrun once, through us, and not also from the terminal.
-    process = subprocess.Popen(launch.command, env=launch.env, start_new_session=True, **piped)
+    process = end_soon.start(launch, start_new_session=True, **piped)
     signals: list[int] = []
     children: list[psutil.Process] = []
 
@@ -61,6 +129,7 @@ def run_ranks(launch: Launch, log: Path | None = None, show: Callable[[str], boo
                 process.wait(timeout=1)
             with contextlib.suppress(psutil.NoSuchProcess):
                 children = psutil.Process(process.pid).children(recursive=True) or children
+            end_soon.pass_on(launch, process)
             if signals:
                 deadline = deadline or time.monotonic() + _GRACE_SECONDS
                 if time.monotonic() > deadline:
