@@ -51,7 +51,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="for a job that is run again: go on from the checkpoint in --save where there is one, whatever --load says",
+        help="for a job that is run again: go on from a checkpoint in --save, if there is one, whatever --load says",
     )
     add_options(parser)
     parser.add_argument("--megatron-help", action="store_true", help="list every Megatron flag and leave")
@@ -169,12 +169,10 @@ _OF_THE_FIRST_START = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt
 
 
 def _resumed(flags: Sequence[str], args: argparse.Namespace) -> tuple[str, ...]:
-    """The flags of a job that is run again: --load is --save, once that folder has a checkpoint or there is no --load.
-
-    Raises ValueError without --save.
-    """
+    """The flags of a job that is run again: --load is --save, once that folder has a checkpoint or there is no --load."""
     if args.save is None:
-        raise ValueError("--resume without --save: there is no folder to go on from; add --save, or leave --resume out")
+        note("--resume: no --save, so nothing was saved, and the run begins anew")
+        return tuple(flags)
     there = has_checkpoint(args.save)
     if args.load is not None and (not there or os.path.realpath(args.load) == os.path.realpath(args.save)):
         return tuple(flags)
