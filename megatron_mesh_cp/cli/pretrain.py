@@ -169,7 +169,7 @@ _OF_THE_FIRST_START = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt
 
 
 def _resumed(flags: Sequence[str], args: argparse.Namespace) -> tuple[str, ...]:
-    """The flags of a job that is run again: --load is --save, once that folder has a checkpoint or there is no --load."""
+    """For a job that is run again: --load is --save, once that folder has a checkpoint or there is no --load."""
     if args.save is None:
         note("--resume: no --save, so nothing was saved, and the run begins anew")
         return tuple(flags)
