@@ -210,7 +210,8 @@ def megatron_parser() -> argparse.ArgumentParser:
         warnings.simplefilter("ignore")  # about optional GPU packages; the ranks tell them where they matter
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that there is no CUDA
         try:
-            from megatron.training.arguments import add_megatron_arguments
+            with mock.patch("torch.compile", _as_it_is):
+                from megatron.training.arguments import add_megatron_arguments
         except ImportError as e:
             raise ValueError(
                 f"training needs a megatron-core that ships megatron.training ({e}); "
@@ -226,6 +227,11 @@ def megatron_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         return add_args(add_megatron_arguments(parser))
+
+
+def _as_it_is(model=None, **options):
+    """Instead of torch.compile: Megatron's fused functions are not called here, and the compiler takes seconds."""
+    return model if model is not None else _as_it_is
 
 
 def _parse(parser: argparse.ArgumentParser, flags: Sequence[str]) -> argparse.Namespace:
