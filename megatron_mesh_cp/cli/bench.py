@@ -276,8 +276,9 @@ def table(rows: list[dict], single: dict, settings: dict) -> Table:
 
     s = settings
     mask = "causal" if s["causal"] else "no mask"
+    where = ", rank 0" if s.get("joined") else ""
     out = Table(
-        title=f"Attention forward + backward, {s['ranks']} gloo ranks{', rank 0' if s.get('joined') else ''} on {s['cores']} CPU core(s)\n"
+        title=f"Attention forward + backward, {s['ranks']} gloo ranks{where} on {s['cores']} CPU core(s)\n"
         f"{s['seq_len']} tokens, batch {s['batch']}, heads {s['heads']}/{s['kv_heads']} x {s['head_dim']}, "
         f"{s['dtype']}, {mask}, {s['exchange']}; best of {s['repeats']}",
         title_justify="left",

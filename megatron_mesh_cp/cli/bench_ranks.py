@@ -27,8 +27,8 @@ class Job:
     """A checked bench: one attention (global `seq_len`), and the tiles to run it with.
 
     limit: seconds; traced: record what every rank does in the last repeat of each tile; costs: what the order of each
-    tile is planned for (default: nothing is known of the machine); joined: the rank that this process is, of a world that was
-    started elsewhere.
+    tile is planned for (default: nothing is known of the machine); joined: which rank this process is,
+    of a world that something else has started.
     """
 
     ranks: int
