@@ -208,9 +208,19 @@ class SlurmCluster:
         timeout: float = 20,
     ) -> subprocess.CompletedProcess:
         """A command on a host, its output as text."""
+        # A change of the mount namespace would leave it in /.
+        enter = [
+            "nsenter",
+            f"--wd={cwd or self.base}",
+            "-t",
+            str(self._first[on]),
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+        ]
         return subprocess.run(
-            ["nsenter", "-t", str(self._first[on]), "--net", "--uts", "--mount", "--pid", "--", *map(str, command)],
-            cwd=cwd or self.base,
+            [*enter, "--", *map(str, command)],
             env=self._env | (env or {}),
             capture_output=True,
             text=True,
