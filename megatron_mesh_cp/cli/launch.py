@@ -1,14 +1,15 @@
 """Start the ranks of a checked job with torchrun, pass their output on, and end them all when told to.
 
-SIGUSR1 is a job scheduler's "the time is nearly over". It ends nothing here: it is passed on to the ranks, again and
-again, since a rank that still starts ignores it and only later hears it (Megatron's --exit-signal-handler).
+SIGUSR1 is a job scheduler's "the time is nearly over". SLURM sends it to every process of a job, so all ignore it: it
+would end torchrun, and helpers that the ranks have started, in the middle of a checkpoint. The launcher alone hears it
+and sends the ranks, and only those, the signal that they listen to (Megatron's --exit-signal-handler --exit-signal
+SIGUSR2); again and again, since a rank that still starts ignores that too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from megatron_mesh_cp.cli.nodes import Nodes, note
 
 ENTRY = "megatron_mesh_cp.megatron.pretrain"
 _AGAIN_SECONDS = 5.0
+_ENDING = (signal.SIGUSR1, signal.SIGUSR2)
 _GRACE_SECONDS = 45  # torchrun gives its ranks 30 s after SIGTERM before it kills them
 
 
@@ -65,10 +67,9 @@ class EndSoon:
         self.asked = True
 
     def start(self, launch: Launch, **options) -> subprocess.Popen:
-        """Start torchrun with SIGUSR1 ignored, which it and the ranks inherit: torchrun would die of it."""
-        # Ours is a handler, and exec would turn that into the default.
-        ignore = functools.partial(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
-        return subprocess.Popen(launch.command, env=launch.env, preexec_fn=ignore, **options)
+        """Start torchrun with both signals ignored, as all of its descendants inherit it."""
+        # Ours is a handler, and exec would turn that into the default, which is death.
+        return subprocess.Popen(launch.command, env=launch.env, preexec_fn=_ignore_ending, **options)
 
     def pass_on(self, launch: Launch, torchrun: subprocess.Popen) -> None:
         """Called once a second: tell the ranks, the children of torchrun, every few seconds until they have ended."""
@@ -76,20 +77,25 @@ class EndSoon:
             return
         self._next = time.monotonic() + _AGAIN_SECONDS
         args = launch.args
-        listens = getattr(args, "exit_signal_handler", False) and args.exit_signal == signal.SIGUSR1
+        listens = args.save is not None and args.exit_signal_handler and args.exit_signal in _ENDING
         if not self._said:
             self._said = True
             note(
                 "SIGUSR1: the ranks are told to save and end; they do after the iteration they are in, or, if they "
                 "still start, after their first"
-                if listens and args.save
-                else "SIGUSR1: ignored, since the job has no --save or not --exit-signal-handler --exit-signal SIGUSR1"
+                if listens
+                else "SIGUSR1: ignored, since the job has no --save or not --exit-signal-handler --exit-signal SIGUSR2"
             )
-        if listens and args.save:
+        if listens:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for rank in psutil.Process(torchrun.pid).children():
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        rank.send_signal(signal.SIGUSR1)
+                        rank.send_signal(args.exit_signal)
+
+
+def _ignore_ending() -> None:
+    for signum in _ENDING:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def run_ranks(
