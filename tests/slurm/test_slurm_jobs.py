@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-
 HOME = Path(__file__).resolve().parents[2]
 SCRIPT = HOME / "scripts" / "slurm" / "pretrain.sbatch"
 SMOKE = HOME / "scripts" / "slurm" / "smoke.sbatch"
