@@ -1,4 +1,4 @@
-"""`mesh-cp bench`: attention alone on CPU ranks of this machine. What is measured is printed, nothing is computed."""
+"""`mesh-cp bench`: attention alone on CPU ranks. What is measured is printed, nothing is computed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megatron_mesh_cp.cli.bench_ranks import Job, Measured
+    from megatron_mesh_cp.cli.gloo_ranks import Place
     from megatron_mesh_cp.cost import AttentionShape, Costs
     from megatron_mesh_cp.plan import Direction
 
@@ -36,8 +37,8 @@ def add_parser(subparsers) -> None:
         description="Run attention forward and backward over gloo ranks on the CPUs of this machine, with every "
         "tile, and set it beside one process that attends to the whole sequence.",
     )
-    parser.add_argument("--ranks", action=Whole, default=4, help="context-parallel ranks to start (%(default)s)")
-    parser.add_argument("--tiles", default="1x4,2x2", help="tiles AxB with A*B = ranks, by comma (%(default)s)")
+    parser.add_argument("--ranks", action=Whole, help="context-parallel ranks to start (4; with --join: all)")
+    parser.add_argument("--tiles", help="tiles AxB with A*B = ranks, by comma (default: a ring and the squarest)")
     parser.add_argument("--seq-len", default="4k", help="tokens of the whole sequence; k = 1024 (%(default)s)")
     parser.add_argument("--heads", action=Whole, default=8, help="query heads (%(default)s)")
     parser.add_argument("--kv-heads", action=Whole, help="KV heads (default: as --heads)")
@@ -59,6 +60,11 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--trace", metavar="FILE.json", help="write what the ranks do in the last run of each tile, for ui.perfetto.dev"
     )
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="start no ranks: be one of those that srun or torchrun has started, on any number of nodes",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout and nothing else")
 
 
@@ -77,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     except RanksError as error:
         print(f"mesh-cp: bench: {error}", file=sys.stderr)
         return 1
+    if result is None:  # a joined rank other than 0, which prints
+        return 0
     dtype = str(job.dtype).removeprefix("torch.")
     refuse_nonsense("single process", result.single, job, ranks=1)
     for tile, measured in zip(job.tiles, result.tiles, strict=True):
@@ -97,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         **{"ranks": job.ranks, "seq_len": job.seq_len, "heads": job.heads, "kv_heads": job.kv_heads},
         **{"head_dim": job.head_dim, "batch": job.batch, "dtype": dtype, "causal": job.causal},
         **{"exchange": job.exchange, "kernel": job.kernel, "repeats": job.repeats, "cores": cores()},
-        "cluster": cluster.name if cluster else None,
+        **{"cluster": cluster.name if cluster else None, "joined": job.joined is not None},
     }
     if args.json:
         print(json.dumps({"rows": rows, "single": single, **settings}, allow_nan=False))
@@ -108,12 +116,16 @@ def run(args: argparse.Namespace) -> int:
 
 def checked_job(args: argparse.Namespace) -> Job:
     """Everything that can be refused before a rank starts. Raises ValueError naming the flag."""
-    if args.ranks > MOST_STARTED:
-        raise ValueError(f"--ranks {args.ranks}: at most {MOST_STARTED} ranks are started on one machine")
+    joined = _joined(args)
+    ranks = joined.ranks if joined else args.ranks or 4
+    if ranks > MOST_STARTED and not joined:
+        raise ValueError(f"--ranks {ranks}: at most {MOST_STARTED} ranks are started on one machine")
     seq_len = parse_count(args.seq_len, "--seq-len")
     if not (args.time_limit > 0 and math.isfinite(args.time_limit)):
         raise ValueError(f"--time-limit {args.time_limit:g}: must be a positive number of seconds")
-    tiles = tuple(TileShape.parse(text, "--tiles") for text in args.tiles.split(","))
+    tiles = _ring_and_squarest(ranks)
+    if args.tiles is not None:
+        tiles = tuple(TileShape.parse(text, "--tiles") for text in args.tiles.split(","))
     twice = next((tile for tile in tiles if tiles.count(tile) > 1), None)
     if twice is not None:
         raise ValueError(f"--tiles {args.tiles}: {twice} is there {tiles.count(twice)} times; name it once")
@@ -126,8 +138,8 @@ def checked_job(args: argparse.Namespace) -> Job:
     check_heads(args.heads, kv_heads, "--heads", "--kv-heads")
     try:
         for tile in tiles:
-            tile.check_size(args.ranks, "--tiles")
-        check_seq_len(seq_len, args.ranks, flag="--seq-len")
+            tile.check_size(ranks, "--tiles")
+        check_seq_len(seq_len, ranks, flag="--seq-len")
         check_exchange(args.exchange, "--exchange")
     except ValueError as error:  # the checks speak of what --ranks is called elsewhere
         raise ValueError(str(error).replace("context_parallel_size", "--ranks")) from None
@@ -140,7 +152,7 @@ def checked_job(args: argparse.Namespace) -> Job:
     dtype = getattr(torch, args.dtype)
     select_kernel(args.kernel, dtype=dtype, device_type="cpu", head_dim=args.head_dim, flag="--kernel")
     return Job(
-        ranks=args.ranks,
+        ranks=ranks,
         tiles=tiles,
         seq_len=seq_len,
         heads=args.heads,
@@ -154,7 +166,27 @@ def checked_job(args: argparse.Namespace) -> Job:
         repeats=args.repeats,
         limit=args.time_limit,
         traced=args.trace is not None,
+        joined=joined,
     )
+
+
+def _joined(args: argparse.Namespace) -> Place | None:
+    """The rank that this process is, with --join. Raises ValueError where the other options do not fit that."""
+    if not args.join:
+        return None
+    from megatron_mesh_cp.cli.gloo_ranks import find_place
+
+    place = find_place(os.environ)
+    if args.ranks not in (None, place.ranks):
+        raise ValueError(f"--ranks {args.ranks} with --join in a world of {place.ranks}: leave --ranks out")
+    if args.trace is not None:
+        raise ValueError(f"--trace {args.trace} with --join: the clocks of several machines are not one; leave one out")
+    return place
+
+
+def _ring_and_squarest(ranks: int) -> tuple[TileShape, ...]:
+    side = next(a for a in range(math.isqrt(ranks), 0, -1) if ranks % a == 0)
+    return tuple(dict.fromkeys((TileShape(1, ranks), TileShape(side, ranks // side))))
 
 
 def attention_shape(job: Job) -> AttentionShape:
@@ -204,7 +236,8 @@ def refuse_nonsense(who: str, measured: Measured, job: Job, ranks: int) -> None:
             f"{who}: {ranks} ranks sent {sent[0]} bytes forward and {sent[1]} backward, but every rank needs data of "
             "the others: communication was off. The result is refused; please report it with the command"
         )
-    rate, used = tflops(job, measured.seconds), min(ranks, cores())
+    # Of a job on several machines the cores are not known: a rank has one thread.
+    rate, used = tflops(job, measured.seconds), ranks if job.joined else min(ranks, cores())
     if rate > PEAK_TFLOPS * used:
         raise ValueError(
             f"{who}: {rate:.3g} TFLOP/s on {used} CPU core(s) is more than {PEAK_TFLOPS:g} TFLOP/s a core can do: "
@@ -243,8 +276,9 @@ def table(rows: list[dict], single: dict, settings: dict) -> Table:
 
     s = settings
     mask = "causal" if s["causal"] else "no mask"
+    where = ", rank 0" if s.get("joined") else ""
     out = Table(
-        title=f"Attention forward + backward, {s['ranks']} gloo ranks on {s['cores']} CPU core(s)\n"
+        title=f"Attention forward + backward, {s['ranks']} gloo ranks{where} on {s['cores']} CPU core(s)\n"
         f"{s['seq_len']} tokens, batch {s['batch']}, heads {s['heads']}/{s['kv_heads']} x {s['head_dim']}, "
         f"{s['dtype']}, {mask}, {s['exchange']}; best of {s['repeats']}",
         title_justify="left",

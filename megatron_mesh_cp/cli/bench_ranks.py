@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mesh_cp.attention import mesh_attention
-from megatron_mesh_cp.cli.gloo_ranks import run_ranks
+from megatron_mesh_cp.cli.gloo_ranks import Place, join_ranks, run_ranks
 from megatron_mesh_cp.cost import Costs
 from megatron_mesh_cp.groups import MeshGroups
 from megatron_mesh_cp.layout import chunk_positions
@@ -27,7 +27,8 @@ class Job:
     """A checked bench: one attention (global `seq_len`), and the tiles to run it with.
 
     limit: seconds; traced: record what every rank does in the last repeat of each tile; costs: what the order of each
-    tile is planned for (default: nothing is known of the machine).
+    tile is planned for (default: nothing is known of the machine); joined: which rank this process is,
+    of a world that something else has started.
     """
 
     ranks: int
@@ -45,6 +46,7 @@ class Job:
     limit: float
     traced: bool = False
     costs: tuple[Mapping[Direction, Costs], ...] = ()
+    joined: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,13 @@ class Result:
     recorded: tuple[Run, ...] = ()
 
 
-def run_job(job: Job) -> Result:
-    """Start the ranks, wait for them, and return what they measured; see `run_ranks`."""
+def run_job(job: Job) -> Result | None:
+    """Start the ranks, wait for them, and return what they measured; see `run_ranks`.
+
+    A joined job is run as the one rank that this process is: None on all but rank 0.
+    """
+    if job.joined:
+        return join_ranks(_measure, job, job.joined, job.limit)
     return run_ranks(_measure, job, job.ranks, job.limit, lower="--seq-len or --repeats")
 
 

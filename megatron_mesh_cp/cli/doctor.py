@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import socket
 import sys
+from typing import TYPE_CHECKING
 
 from megatron_mesh_cp.cli.report import console, new_table, spinner
+
+if TYPE_CHECKING:
+    from megatron_mesh_cp.cli.doctor_checks import Check
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "absent": "dim"}
 ESSENTIAL = ("python", "torch")  # without these nothing of mesh works; all else leaves something that does
@@ -26,6 +31,9 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: checks with name, status and detail"
     )
+    parser.add_argument(
+        "--short", action="store_true", help="print one line: how many checks are ok, and which are not"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,7 +43,11 @@ def run(args: argparse.Namespace) -> int:
     # Packages print when they are imported, and stdout is for the result.
     with spinner("importing packages"), contextlib.redirect_stdout(sys.stderr):
         checks = all_checks()
-    if args.json:
+    if args.json and args.short:
+        raise ValueError("--json and --short are two forms of one output; leave one out")
+    if args.short:
+        print(short_line(checks))
+    elif args.json:
         print(json.dumps({"checks": [vars(check) for check in checks]}))
     else:
         from rich.text import Text
@@ -45,3 +57,11 @@ def run(args: argparse.Namespace) -> int:
             table.add_row(check.name, Text(check.status, STYLES[check.status]), Text(check.detail))
         console().print(table)
     return int(any(check.status == "fail" for check in checks if check.name in ESSENTIAL))
+
+
+def short_line(checks: list[Check]) -> str:
+    """`mesh1: 9 ok; warn: apex; absent: cuda, nccl`: for a list of many machines."""
+    groups = {status: [check.name for check in checks if check.status == status] for status in STYLES}
+    count = len(groups.pop("ok"))
+    named = [f"{status}: {', '.join(names)}" for status, names in groups.items() if names]
+    return f"{socket.gethostname()}: " + "; ".join([f"{count} ok", *named])

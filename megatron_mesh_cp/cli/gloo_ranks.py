@@ -1,13 +1,17 @@
-"""Start gloo ranks on this machine, run one function on all of them, and leave none behind, however it ends."""
+"""Start gloo ranks on this machine, run one function on all of them, and leave none behind, however it ends.
+
+Or be one rank among those that srun or torchrun has started, on any number of machines.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -22,7 +26,7 @@ Work = Callable[[int, Any], Any]
 
 
 @dataclass(frozen=True)
-class Places:
+class Namespaces:
     """Where ranks live that are not all on this host: network namespaces, which stand for hosts.
 
     enter: puts the calling process into the namespace of a rank; head: address of rank 0 there; port: free on it.
@@ -37,7 +41,7 @@ class RanksError(RuntimeError):
     """A rank failed, or the ranks did not end within the time limit."""
 
 
-def run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, places: Places | None = None) -> Any:
+def run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, places: Namespaces | None = None) -> Any:
     """Run work(rank, job) on gloo ranks of one thread each, and return what rank 0 returns.
 
     Args:
@@ -59,7 +63,65 @@ def run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, places
         signal.signal(signal.SIGTERM, previous)
 
 
-def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, meet: Places | int) -> Any:
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many this process is."""
+
+    rank: int
+    ranks: int
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """What torchrun (RANK, WORLD_SIZE) or srun (SLURM_PROCID, SLURM_NTASKS) has said. Raises ValueError without."""
+    for names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if all(name in environ for name in names):
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+            if missing:
+                raise ValueError(f"--join: {', '.join(missing)} not set: where do the ranks of this world meet?")
+            return Place(*(int(environ[name]) for name in names))
+    raise ValueError(
+        "--join: this process is not one of a world that was started: run it by torchrun, or by srun with MASTER_ADDR "
+        "and MASTER_PORT; or leave --join out, and ranks are started on this machine"
+    )
+
+
+def join_ranks(work: Work, job: Any, place: Place, limit: float) -> Any:
+    """Run work(rank, job) as one rank of a world that something else has started; its result, None but on rank 0.
+
+    Raises RanksError where this rank fails; the process ends where it hangs for `limit` seconds.
+    """
+    watch = threading.Timer(limit, _give_up, args=(place, limit))
+    watch.daemon = True
+    watch.start()
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=limit)
+    try:
+        dist.init_process_group("gloo", init_method="env://", rank=place.rank, world_size=place.ranks, timeout=timeout)
+        result = work(place.rank, job)
+        dist.barrier()
+        dist.destroy_process_group()
+    except (RuntimeError, OSError) as error:
+        raise RanksError(f"rank {place.rank} of {place.ranks} ({socket.gethostname()}): {error}") from None
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        watch.cancel()
+    return result
+
+
+def _give_up(place: Place, limit: float) -> None:
+    print(
+        f"mesh-cp: bench: rank {place.rank} of {place.ranks} ({socket.gethostname()}) did not end within --time-limit "
+        f"{limit:g} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
+
+
+def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, meet: Namespaces | int) -> Any:
     # A server imports torch once, and the ranks are its forks: importing it in every rank takes longer than a bench.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
@@ -107,11 +169,11 @@ def _rank(
     job: Any,
     ranks: int,
     limit: float,
-    meet: Places | int,
+    meet: Namespaces | int,
     sender: Connection,
     parent: Connection,
 ) -> None:
-    if isinstance(meet, Places):
+    if isinstance(meet, Namespaces):
         meet.enter(rank)  # before there is any thread: each thread has a namespace of its own
     threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     os.dup2(2, 1)  # gloo greets on stdout, which belongs to the table or the JSON
@@ -127,7 +189,7 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _store(rank: int, meet: Places | int, timeout: timedelta) -> dist.TCPStore:
+def _store(rank: int, meet: Namespaces | int, timeout: timedelta) -> dist.TCPStore:
     """Where the ranks meet: a store of the process that started them, or of rank 0 where that one cannot be reached."""
     if isinstance(meet, int):
         return dist.TCPStore(_HOST, meet, is_master=False, timeout=timeout)

@@ -14,6 +14,7 @@ from megatron_mesh_cp.version import __version__
 COMMANDS = {
     "quickstart": "train a small GPT on real text on this machine and compare mesh, ring and CP=1",
     "pretrain": "run a YAML recipe on the ranks of this machine",
+    "submit": "check a recipe for several nodes and submit it as a SLURM job",
     "plan": "show the plan of a tile: bytes, time, memory, a picture, a trace",
     "tune": "rank all tiles on a cluster and choose one",
     "compare": "set mesh beside ring, Ulysses and the others: bytes, time, memory",

@@ -17,7 +17,7 @@ import torch
 
 from megatron_mesh_cp.megatron.cpu import enable_cpu_ranks
 from megatron_mesh_cp.megatron.rank_life import leave_group, live
-from megatron_mesh_cp.megatron.run_folder import check_save_folder
+from megatron_mesh_cp.megatron.run_folder import check_save_folder, has_checkpoint, last_iteration
 
 # Megatron's imports are inside the functions: on CPU ranks they must come after enable_cpu_ranks().
 
@@ -64,14 +64,26 @@ def main(argv: list[str] | None = None) -> None:
     from megatron_mesh_cp.megatron import gpt_job
 
     args = _configure(argv)
-    pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        gpt_job.datasets_provider,
-        ModelType.encoder_or_decoder,
-        gpt_job.forward_step,
-        get_embedding_ranks=gpt_job.embedding_ranks,
-    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+            gpt_job.datasets_provider,
+            ModelType.encoder_or_decoder,
+            gpt_job.forward_step,
+            get_embedding_ranks=gpt_job.embedding_ranks,
+        )
+    except SystemExit as stop:  # on a signal, --exit-interval, --exit-duration-in-mins: after a checkpoint
+        if not stop.code:
+            _say_ended_early(args)
+        raise
     leave_group()
+
+
+def _say_ended_early(args: Namespace) -> None:
+    """One line by which a person, and scripts/slurm/pretrain.sbatch, know that the run can go on."""
+    if os.environ.get("RANK", "0") == "0" and args.save is not None and has_checkpoint(args.save):
+        done = last_iteration(args.save)
+        print(f"[mesh-cp] ended early: iteration {done} of {args.train_iters} is saved in {args.save}", flush=True)
 
 
 def run(argv: list[str] | None = None) -> None:

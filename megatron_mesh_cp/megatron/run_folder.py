@@ -54,9 +54,19 @@ def check_save_folder(args: Namespace) -> None:
     )
 
 
+def has_checkpoint(folder: str | os.PathLike) -> bool:
+    """Is there a finished checkpoint in `folder`, as Megatron tells it?"""
+    return (Path(folder) / _TRACKER).is_file()
+
+
+def last_iteration(folder: str | os.PathLike) -> str:
+    """What the tracker file in `folder` says: a number, or `release`."""
+    return (Path(folder) / _TRACKER).read_text(errors="replace").strip()[:40]
+
+
 def _describe(folder: Path, entries: list[str]) -> str:
     if _TRACKER in entries:
-        return f"a checkpoint of iteration {(folder / _TRACKER).read_text(errors='replace').strip()[:40]}"
+        return f"a checkpoint of iteration {last_iteration(folder)}"
     iterations = [name for name in entries if name.startswith(_ITERATION)]
     if iterations:
         return f"a checkpoint ({iterations[-1]}) without {_TRACKER}"

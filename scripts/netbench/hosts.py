@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_mesh_cp.cli.gloo_ranks import Places
+from megatron_mesh_cp.cli.gloo_ranks import Namespaces
 
 MOST_HOSTS = 254
 _PREFIX = "meshcp-"
@@ -79,8 +79,8 @@ class Hosts:
         return f"{self.name}sw"
 
     @property
-    def places(self) -> Places:
-        return Places(partial(_enter_as, self), _address(0), _PORT)
+    def places(self) -> Namespaces:
+        return Namespaces(partial(_enter_as, self), _address(0), _PORT)
 
     def limit(self, rate: int) -> None:
         """Limit every link to `rate` bits a second, each way."""

@@ -17,9 +17,9 @@ from megatron_mesh_cp.cli.main import main
 from megatron_mesh_cp.cli.pretrain import plan_launch
 from megatron_mesh_cp.cluster import load_cluster
 from megatron_mesh_cp.megatron.config import MeshConfig
-from megatron_mesh_cp.megatron.nodes import check_row_in_node
 from megatron_mesh_cp.megatron.planned_memory import MARGIN, PlannedMemory, planned_memory
 from megatron_mesh_cp.megatron.recipe import Recipe, RecipeError, load_recipe
+from megatron_mesh_cp.megatron.row_in_node import check_row_in_node
 from megatron_mesh_cp.plan import Direction
 from megatron_mesh_cp.tile import TileShape
 from megatron_mesh_cp.tune import TIE, decide, evaluate
