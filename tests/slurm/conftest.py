@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from launch import parse_iterations
 from slurm_cluster import SlurmCluster
 
 HOME = Path(__file__).resolve().parents[2]
@@ -98,7 +97,9 @@ def reference(inputs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def printed(text: str) -> list[tuple[int, float, float]]:
-    return [(line.iteration, line.lm_loss, line.grad_norm) for line in parse_iterations(text)]
+    """Iteration, loss and gradient norm of each line of the training log; one may follow another rank's on a line."""
+    found = re.findall(r"\] iteration +(\d+)/ *\d+ \|.*?lm loss: (\S+) \|.*?grad norm: (\S+) \|", text)
+    return [(int(number), float(loss), float(norm)) for number, loss, norm in found]
 
 
 class Starts:
