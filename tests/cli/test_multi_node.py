@@ -28,7 +28,7 @@ def data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setenv("MESH_CP_DATA", str(tmp_path / "text"))
     (tmp_path / "recipe.yaml").write_text(
-        CONFIG.read_text().replace("RANKS: 4\n", "").replace("batch-size: 4", "batch-size: 2")
+        CONFIG.read_text().replace("RANKS: 4\n", "").replace("micro-batch-size: 4", "micro-batch-size: 1")
     )
     return tmp_path
 
