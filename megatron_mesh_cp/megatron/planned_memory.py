@@ -207,4 +207,4 @@ def _feed_forward_width(job: argparse.Namespace, dense: bool = True, moe: bool =
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 or not size else f"{size / 1e9:.2g} GB"

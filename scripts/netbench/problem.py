@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -61,23 +62,25 @@ class Problem:
         mine = torch.tensor(chunk_positions(rank, self.ranks, self.seq_len))
         differences = [
             (part[:, :, own].detach().double() - want[mine]).abs().max()
-            for part, own, want in zip(got, (heads, heads, kv, kv), self._dense(group), strict=True)
+            for part, own, want in zip(got, (heads, heads, kv, kv), _dense(self, group), strict=True)
         ]
         return torch.stack(differences).max().item()  # max() of Python would drop a NaN
 
-    def _dense(self, group: int) -> list[torch.Tensor]:
-        """out, dq, dk, dv [s, b, h, d] in fp64 for the heads of one KV head."""
-        whole = [torch.empty(0)] * 4
-        for rank in range(self.ranks):
-            positions = torch.tensor(chunk_positions(rank, self.ranks, self.seq_len))
-            for number, part in enumerate(self.chunk(rank, group)):
-                if rank == 0:
-                    whole[number] = torch.empty(self.seq_len, *part.shape[1:], dtype=torch.float64)
-                whole[number][positions] = part.double()
-        q, k, v, dout = (x.permute(1, 2, 0, 3) for x in whole)
-        aten = torch.ops.aten
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal, scale=self.scale)
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, self.causal, scale=self.scale
-        )
-        return [x.permute(2, 0, 1, 3) for x in (out, *grads)]
+
+@lru_cache(maxsize=4)
+def _dense(problem: Problem, group: int) -> list[torch.Tensor]:
+    """out, dq, dk, dv [s, b, h, d] in fp64 for the heads of one KV head."""
+    whole = [torch.empty(0)] * 4
+    for rank in range(problem.ranks):
+        positions = torch.tensor(chunk_positions(rank, problem.ranks, problem.seq_len))
+        for number, part in enumerate(problem.chunk(rank, group)):
+            if rank == 0:
+                whole[number] = torch.empty(problem.seq_len, *part.shape[1:], dtype=torch.float64)
+            whole[number][positions] = part.double()
+    q, k, v, dout = (x.permute(1, 2, 0, 3) for x in whole)
+    aten, mask = torch.ops.aten, (0.0, problem.causal)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *mask, scale=problem.scale)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, *mask, scale=problem.scale
+    )
+    return [x.permute(2, 0, 1, 3) for x in (out, *grads)]
