@@ -10,6 +10,7 @@ import os
 
 REASONS = {
     "core": "megatron-core is not installed",
+    "slurm": "no SLURM for tests",
     "te": "transformer_engine is not installed",
     "training": "ships no megatron.training",
 }
