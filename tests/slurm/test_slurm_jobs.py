@@ -75,7 +75,6 @@ def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(cluster, input
     said, logged = job_log(tmp_path, job), starts(run)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
     assert re.search(r"no answer from n3: waiting for SLURM", said)
-    assert "first errors in the logs of the nodes" in said
     first, second = logged.iterations
     assert first[-1][0] < reference[-1][0]
     same_losses(first, reference)
