@@ -27,9 +27,8 @@ def data(tmp_path, monkeypatch):
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setenv("MESH_CP_DATA", str(tmp_path / "text"))
-    (tmp_path / "recipe.yaml").write_text(
-        CONFIG.read_text().replace("RANKS: 4\n", "").replace("batch-size: 4", "batch-size: 2")
-    )
+    recipe = CONFIG.read_text().replace("RANKS: 4\n", "").replace("--micro-batch-size: 4", "--micro-batch-size: 2")
+    (tmp_path / "recipe.yaml").write_text(recipe)
     return tmp_path
 
 
