@@ -342,6 +342,7 @@ def _check_job(
     """The checks that each rank makes too, in the same order; see Launch.mesh and Launch.validated."""
     from megatron_mesh_cp.megatron.args import resolve_args
     from megatron_mesh_cp.megatron.install import apply
+    from megatron_mesh_cp.megatron.old_checkpoint import check_old_checkpoint
     from megatron_mesh_cp.megatron.pretrain import refuse_unsupported
     from megatron_mesh_cp.megatron.run_folder import check_save_folder
 
@@ -349,6 +350,7 @@ def _check_job(
     check_save_folder(args)
     if args.use_checkpoint_args:  # the rest of the flags is in the checkpoint, which only a rank reads
         return None, None
+    check_old_checkpoint(args)
     mesh = resolve_args(args, elsewhere=elsewhere)
     checked = copy.deepcopy(args)
     if mesh is not None:

@@ -194,10 +194,15 @@ def half_way(train, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("ranks", "how"),
-    [(1, ""), (2, mesh(2, "2x1")), (4, mesh(4, "1x4"))],
-    ids=["CP1 stock", "CP2 2x1", "CP4 1x4"],
+    [
+        (1, ""),
+        (2, mesh(2, "2x1")),
+        (4, mesh(4, "1x4")),
+        (4, mesh(2, "1x2", "--tensor-model-parallel-size 2")),
+    ],
+    ids=["CP1 stock", "CP2 2x1", "CP4 1x4", "TP2 x CP2"],
 )
-def test_a_checkpoint_of_cp_4_resumes_at_another_cp_with_the_losses_of_the_uninterrupted_run(
+def test_a_checkpoint_of_cp_4_resumes_at_other_sizes_with_the_losses_of_the_uninterrupted_run(
     train, half_way, ranks, how
 ):
     """MLM #3132: the module adds no keys to a checkpoint and needs no groups of its own to load one."""
@@ -206,4 +211,4 @@ def test_a_checkpoint_of_cp_4_resumes_at_another_cp_with_the_losses_of_the_unint
     for iteration, (loss, norm) in rest.exact.items():
         want_loss, want_norm = train().exact[iteration]
         assert loss == pytest.approx(want_loss, rel=1e-5), iteration
-        assert norm == pytest.approx(want_norm, rel=1e-5), iteration
+        assert norm == pytest.approx(want_norm, rel=3e-5), iteration
