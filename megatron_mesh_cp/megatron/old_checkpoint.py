@@ -1,8 +1,8 @@
 """The checkpoint that `--load` names, before a rank starts: does it fit the model, and the parallel sizes?
 
 Megatron says so by an assertion of every rank, after minutes of start-up. It compares the same fields
-(`megatron.training.checkpointing.check_checkpoint_args`). Its `torch_dist` checkpoints resume at other tensor-, pipeline-,
-context- and data-parallel sizes; its older `torch` ones at other context- and data-parallel sizes only.
+(`megatron.training.checkpointing.check_checkpoint_args`). Its `torch_dist` checkpoints resume at other tensor-,
+pipeline-, context- and data-parallel sizes; its older `torch` ones at other context- and data-parallel sizes only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 def check_old_checkpoint(args: argparse.Namespace) -> None:
     """Raise ValueError, naming what differs, where the checkpoint of `--load` cannot be resumed with these flags.
 
-    Args: args as Megatron parsed them. What cannot be read here (another storage, an unknown format) is left to Megatron.
+    Args: args as Megatron parsed them. What cannot be read here (other storage, unknown formats) is left to Megatron.
     """
     if args.load is None or not has_checkpoint(args.load):
         return
@@ -42,11 +42,13 @@ def check_old_checkpoint(args: argparse.Namespace) -> None:
             continue
         flag = "--" + name.replace("_", "-")
         if name in _MODEL:
-            raise ValueError(f"{where} was saved with {flag} {old}, got {flag} {new}: that is another model; give {old}")
+            raise ValueError(
+                f"{where} was saved with {flag} {old}, got {flag} {new}: that is another model; give {old}"
+            )
         raise ValueError(
             f"{where} was saved with {flag} {old}, got {flag} {new}: a checkpoint in the format torch resumes at the "
-            f"same tensor- and pipeline-parallel size only; give {old}, or resume once with that and --ckpt-convert-format "
-            "torch_dist --ckpt-convert-save DIR"
+            f"same tensor- and pipeline-parallel size only; give {old}, or resume once with that and "
+            "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
         )
 
 

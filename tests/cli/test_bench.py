@@ -251,3 +251,41 @@ def test_a_signal_leaves_no_rank(number):
         assert not alive
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({}, "--join: this process is not one of a world"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "--join: MASTER_ADDR, MASTER_PORT not set"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "MASTER_ADDR": "h"}, "--join: MASTER_PORT not set"),
+    ],
+)
+def test_join_without_a_world_says_what_is_missing(environ, says):
+    from megatron_mesh_cp.cli.gloo_ranks import find_place
+
+    with pytest.raises(ValueError) as error:
+        find_place(environ)
+    assert says in str(error.value)
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_torchrun_has_started_join_and_the_first_one_prints(tmp_path):
+    from launch import free_port
+
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    bench = ["-m", "megatron_mesh_cp.cli.main", "bench", "--join", "--seq-len", "128", "--heads", "2", "--repeats", "1"]
+    done = subprocess.run([*command, *bench, "--json"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["ranks"], result["joined"]) == (2, True)
+    assert [row["tile"] for row in result["rows"]] == [[1, 2]]
+    assert all(row["bytes_forward"] > 0 and row["max_error"] < 1e-3 for row in result["rows"])

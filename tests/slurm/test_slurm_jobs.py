@@ -89,7 +89,13 @@ def test_a_wrong_job_fails_at_once_with_the_reason_in_its_log(cluster, inputs, t
         "--nnodes 1 x --nproc-per-node 3 = 3 ranks is not divisible by": ([], {"NPROC_PER_NODE": "3"}),
         f"--data-path {tmp_path}/nothing: no file {tmp_path}/nothing.bin": (["--data-path", f"{tmp_path}/nothing"], {}),
         "MESH_CP_HOME=/nowhere holds no scripts/slurm/job.sh": ([], {"MESH_CP_HOME": "/nowhere"}),
+        "MASTER_PORT=6818 is taken on n": ([], {"MASTER_PORT": "6818"}),  # slurmd's own
+        "MASTER_PORT=http: must be a port number": ([], {"MASTER_PORT": "http"}),
     }
+    other = cluster.submit("--hold", "-N1", "--wrap", "true", cwd=tmp_path)  # one that is not over
+    (tmp_path / "used" / "logs").mkdir(parents=True)
+    (tmp_path / "used" / "logs" / "job-id").write_text(other)
+    wrong[f"job {other} uses RUN_DIR={tmp_path}/used and is not over"] = ([], {"RUN_DIR": f"{tmp_path}/used"})
     jobs = {
         cluster.submit(
             "-N1", SCRIPT, inputs["RECIPE"], *flags, cwd=tmp_path, env={"NPROC_PER_NODE": "4", **inputs, **env}
@@ -101,6 +107,8 @@ def test_a_wrong_job_fails_at_once_with_the_reason_in_its_log(cluster, inputs, t
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0")
         assert reason in job_log(tmp_path, job)
     assert not (tmp_path / "runs").exists()
+    assert (tmp_path / "used" / "logs" / "job-id").read_text() == other
+    cluster.run("scancel", other)
 
 
 def test_smoke_passes_on_all_nodes_and_names_a_broken_one(cluster, inputs, tmp_path):
