@@ -121,7 +121,7 @@ def test_a_job_that_sbatch_refuses_leaves_nothing_behind(site, capsys):
 def test_a_folder_in_use_is_taken_only_to_resume_the_run_in_it(site, capsys):
     kept = Path("run", "checkpoints")
     assert submit(*CPU, "--run-dir", "run", "--save", kept, "--save-interval", "10") == 0
-    kept.mkdir()
+    (kept / "iter_0000010").mkdir(parents=True)
     (kept / "latest_checkpointed_iteration.txt").write_text("10")
     first = Path("run", "quickstart.sbatch").read_text()
     capsys.readouterr()
