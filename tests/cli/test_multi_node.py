@@ -162,7 +162,7 @@ def test_resume_goes_on_from_the_save_folder_once_a_checkpoint_is_there(data, ca
     assert resumed(data, *save)[-2:] == ["--load", "run"]
     base = [*save, "--load", "base", "--finetune", "--no-load-optim", "--no-load-rng"]
     assert resumed(data, *base)[-5:] == ["--load", "base", "--finetune", "--no-load-optim", "--no-load-rng"]
-    Path("run").mkdir()
+    Path("run", "iter_0000010").mkdir(parents=True)
     Path("run", "latest_checkpointed_iteration.txt").write_text("10")
     flags = resumed(data, *base)
     assert flags[-6:] == [*save, "--load", "run"]
