@@ -54,7 +54,7 @@ class Counters:
     sent: bytes handed to torch.distributed, by (direction, channel), e.g. ("forward", "row"); received likewise.
     sends: messages, likewise; waited: seconds spent waiting for transfers to finish; busy: seconds in which a batch was
     under way, by (direction, channel): the achieved rate of a link is sent / busy. Where CUDA streams carry the
-    batches the host knows neither, and both are 0 unless there is a clock. recorder: see `Recorder`.
+    batches the host knows neither, and both are what the clock has measured, if there is one. recorder: see `Recorder`.
     """
 
     sent: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class ChannelComm:
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._global = dict(members)
         # How to wait for a batch, what it is, its buffers.
-        self._outstanding: deque[tuple[Callable[[], object], str, Batch]] = deque()
+        self._outstanding: deque[tuple[Callable[[], object], str, Batch, streams.Route]] = deque()
         self._abandoned = False
         _channels.add(self)
 
@@ -197,7 +197,7 @@ class ChannelComm:
             works = self.queue.order.after_others(self, lambda: self._post(ordered, where, direction), _wait_all)
             done = lambda: self._wait(works, where)  # noqa: E731
             if (clock := self.counters.clock) is not None:
-                clock.posted((direction, self.name), lambda: _wait_all(works))
+                clock.posted((direction, self.name), [work for work, _ in works])
                 done = functools.partial(clock.waited_for, done)
         elif route is streams.Route.THREAD:
             done = self.queue.submit(lambda: self._carry(ordered, where, direction)).result
@@ -205,17 +205,18 @@ class ChannelComm:
             staged = streams.Staged(device, [(t.send, buffer) for t, buffer in ordered])
             done = self.queue.submit(lambda: self._carry_staged(staged, ordered, where, direction)).result
         # The buffers stay alive until the batch is waited for: no memory is handed out again under a transfer.
-        self._outstanding.append((done, _label(t for t, _ in ordered), ordered))
+        self._outstanding.append((done, _label(t for t, _ in ordered), ordered, route))
 
     def finish(self) -> None:
         """Wait for the oldest batch outstanding. Raises CommError, naming the transfer and the peer, if it fails."""
         if not self._outstanding:
             raise RuntimeError(f"{self.name} channel: there is no batch to finish")
-        done, label, _buffers = self._outstanding.popleft()
+        done, label, _buffers, route = self._outstanding.popleft()
         begin = time.perf_counter()
         done()
         end = time.perf_counter()
-        self.counters.waited += end - begin
+        if route is not streams.Route.STREAM:  # there the host only says that a stream shall wait
+            self.counters.waited += end - begin
         if self.counters.recorder is not None:
             self.counters.recorder("wait", label, begin, end)
 

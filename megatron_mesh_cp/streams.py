@@ -18,8 +18,9 @@ launches stands in one line, another order could deadlock.
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import TypeVar
@@ -85,30 +86,23 @@ class StreamOrder:
 
 
 class StreamClock:
-    """How long batches on CUDA streams are under way, and how long the caller's stream waits for them.
+    """How long the caller's stream waits for batches on CUDA streams, and how long these are under way.
 
-    By CUDA events that are read once they have happened: nothing waits for the GPU. A batch is under way from when its
-    data is ready and the one before it, of the same key, is complete.
+    Waiting: by two CUDA events around each wait, on the stream that waits anyhow. Under way: what NCCL itself has timed
+    (TORCH_NCCL_ENABLE_TIMING=1, else nothing). A stream of ours that waits for transfers only to time them would hold
+    up every block behind it where CUDA_DEVICE_MAX_CONNECTIONS is 1. All is read once it has happened: nothing waits for
+    the GPU.
     """
 
     def __init__(self) -> None:
-        self._sides: dict[Hashable, torch.cuda.Stream] = {}
-        self._last: dict[Hashable, torch.cuda.Event] = {}
-        # (key, or None for a wait; begin events, of which the last one counts; end)
-        self._open: deque[tuple[Hashable, tuple[torch.cuda.Event, ...], torch.cuda.Event]] = deque()
+        self.times_transfers = os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._works: deque[tuple[Hashable, dist.Work]] = deque()
 
-    def posted(self, key: Hashable, wait: Callable[[], None]) -> None:
-        """A batch was posted from the current stream; `wait` makes a stream wait for it."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        if key not in self._sides:
-            self._sides[key] = torch.cuda.Stream()
-        with torch.cuda.stream(self._sides[key]):
-            wait()
-            end.record()
-        before = self._last.get(key)
-        self._open.append((key, (begin,) if before is None else (begin, before), end))
-        self._last[key] = end
+    def posted(self, key: Hashable, works: Iterable[dist.Work]) -> None:
+        """A batch was posted; NCCL has one Work for all of it."""
+        if self.times_transfers:
+            self._works.extend((key, work) for work in works)
 
     def waited_for(self, wait: Callable[[], None]) -> None:
         """Have the current stream wait for a batch."""
@@ -116,22 +110,17 @@ class StreamClock:
         begin.record()
         wait()
         end.record()
-        self._open.append((None, (begin,), end))
+        self._waits.append((begin, end))
 
     def read(self) -> tuple[float, dict[Hashable, float]]:
         """Seconds waited, and seconds under way by key, of what has happened since the last call."""
         waited, busy = 0.0, {}
-        unfinished = deque()
-        for key, begins, end in self._open:
-            if not end.query():
-                unfinished.append((key, begins, end))
-                continue
-            seconds = min(begin.elapsed_time(end) for begin in begins) / 1e3
-            if key is None:
-                waited += seconds
-            else:
-                busy[key] = busy.get(key, 0.0) + seconds
-        self._open = unfinished
+        while self._waits and self._waits[0][1].query():
+            begin, end = self._waits.popleft()
+            waited += begin.elapsed_time(end) / 1e3
+        while self._works and self._works[0][1].is_completed():
+            key, work = self._works.popleft()
+            busy[key] = busy.get(key, 0.0) + work._get_duration() / 1e3
         return waited, busy
 
 

@@ -73,7 +73,7 @@ class CommReport:
             parts.append(f"a ring would send: forward {ring['ring_forward']} backward {ring['ring_backward']}")
         parts.append(f"an iteration: {self.sent / self.iterations:.0f} bytes, waited {self._waited_ms:.1f} ms")
         rates = " ".join(f"{channel} {rate / 1e9:.3g} GB/s" for channel, rate in self.rates.items())
-        parts.append(f"link rate: {rates or 'nothing sent'}")
+        parts.append(f"link rate: {rates or self._no_rate}")
         return f"[mesh-cp] comm iteration {iteration} | " + " | ".join(parts)
 
     def scalars(self) -> dict[str, float]:
@@ -83,6 +83,10 @@ class CommReport:
             f"{_TAG}/exposed-wait-ms": self._waited_ms,
             **{f"{_TAG}/link-rate-{channel}-GB-s": rate / 1e9 for channel, rate in self.rates.items()},
         }
+
+    @property
+    def _no_rate(self) -> str:
+        return "not measured; TORCH_NCCL_ENABLE_TIMING=1 has NCCL time its transfers" if self.sent else "nothing sent"
 
     @property
     def _waited_ms(self) -> float:
@@ -105,7 +109,10 @@ def wrap_training_log(mesh: MeshConfig) -> functools.partial | None:
         nonlocal iterations
         result = original(*args, **kwargs)
         iterations += 1
-        _start_clocks()
+        for counters in (groups.counters for groups in all_shared_groups()):
+            counters.read_clock()  # every iteration: else events pile up
+        if _start_clocks():
+            iterations = 0
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]  # its place differs between versions
         if iteration % get_args().log_interval == 0:
             report = CommReport.take([groups.counters for groups in all_shared_groups()], iterations)
@@ -123,8 +130,15 @@ def wrap_training_log(mesh: MeshConfig) -> functools.partial | None:
     return functools.partial(setattr, training, "training_log", original)
 
 
-def _start_clocks() -> None:
-    """On CUDA only events know when a transfer is complete. The first iteration, which makes the groups, is without."""
-    if torch.cuda.is_available():
-        for groups in all_shared_groups():
-            groups.counters.clock = groups.counters.clock or StreamClock()
+def _start_clocks() -> bool:
+    """On CUDA only events know how long a stream waits. True where clocks were started: counting begins anew then.
+
+    Groups are made with the model, and this is first called after the first iteration.
+    """
+    if not torch.cuda.is_available():
+        return False
+    new = [groups.counters for groups in all_shared_groups() if groups.counters.clock is None]
+    for counters in new:
+        counters.clock = StreamClock()
+        counters.reset()
+    return bool(new)

@@ -266,31 +266,25 @@ class FakeEvent:
 
 
 def test_the_clock_tells_transfer_from_waiting_and_never_waits_for_the_gpu(monkeypatch):
-    """Two batches of a channel: posted at 0 and 1 ms, complete at 10 and 18; the caller needs them at 4 and 15."""
-    caller, sides = SimpleNamespace(at=0.0), [SimpleNamespace(at=0.0)]
-    current = [caller]
-
-    @contextmanager
-    def enter(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
+    """The stream waits from 4 to 10 ms and from 15 to 18; NCCL says that the batches took 10 and 8 ms."""
+    caller = SimpleNamespace(at=0.0)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: sides.pop())
-    monkeypatch.setattr(torch.cuda, "stream", enter)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: caller)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a stream of its own would hold up blocks"))
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "1")
 
     def wait_until(at: float):
         def wait() -> None:
-            current[-1].at = max(current[-1].at, at)
+            caller.at = max(caller.at, at)
 
         return wait
 
+    def work(end: float, took: float) -> SimpleNamespace:
+        return SimpleNamespace(is_completed=lambda: end <= FakeEvent.now, _get_duration=lambda: took)
+
     clock, key = streams.StreamClock(), ("forward", "row")
-    clock.posted(key, wait_until(10))
-    caller.at = 1.0
-    clock.posted(key, wait_until(18))
+    clock.posted(key, [work(10, 10)])
+    clock.posted(key, [work(18, 8)])
     caller.at = 4.0
     clock.waited_for(wait_until(10))
     caller.at = 15.0
@@ -299,25 +293,30 @@ def test_the_clock_tells_transfer_from_waiting_and_never_waits_for_the_gpu(monke
     assert clock.read() == (pytest.approx(6e-3), {key: pytest.approx(10e-3)})
     assert clock.read() == (0.0, {})
     FakeEvent.now = 20.0
-    assert clock.read() == (pytest.approx(3e-3), {key: pytest.approx(8e-3)})  # the second batch began at 10
+    assert clock.read() == (pytest.approx(3e-3), {key: pytest.approx(8e-3)})
+
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_TIMING")
+    silent = streams.StreamClock()
+    silent.posted(key, [work(0, 1)])
+    assert silent.read() == (0.0, {})
 
 
 def test_a_channel_on_streams_gives_its_batches_to_the_clock(monkeypatch):
     seen = []
+    work = SimpleNamespace(wait=lambda: seen.append("wait"))
     monkeypatch.setattr(streams, "route_of", lambda device, group: streams.Route.STREAM)
     monkeypatch.setattr(comm.dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(comm.dist, "batch_isend_irecv", lambda ops: [SimpleNamespace(wait=lambda: seen.append("wait"))])
+    monkeypatch.setattr(comm.dist, "batch_isend_irecv", lambda ops: [work])
     monkeypatch.setattr(comm.dist, "P2POp", lambda *args: args)
     counters = comm.Counters()
     counters.clock = SimpleNamespace(
-        posted=lambda key, wait: seen.append(key),
+        posted=lambda key, works: seen.append((key, works)),
         waited_for=lambda wait: seen.append("stream waits") or wait(),
         read=lambda: (0.25, {("forward", "row"): 0.5}),
     )
     channel = comm.ChannelComm("row", object(), {0: 0, 1: 1}, 0, counters)
     channel.start([(Transfer(Payload.Q, 0, 1, True), torch.ones(4))], "forward step 0", "forward")
     channel.finish()
-    assert seen == [("forward", "row"), "stream waits", "wait"]
-    counters.waited = 0.0
+    assert seen == [(("forward", "row"), [work]), "stream waits", "wait"]
     counters.read_clock()
-    assert (counters.waited, counters.busy) == (0.25, {("forward", "row"): 0.5})
+    assert (counters.waited, counters.busy) == (0.25, {("forward", "row"): 0.5})  # and none of the host's time

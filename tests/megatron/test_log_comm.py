@@ -58,6 +58,20 @@ def test_the_report_is_per_iteration_and_the_counters_start_again(log_comm):
     again = log_comm.CommReport.take([counters], iterations=1)
     assert (again.sent, again.waited, again.rates) == (0, 0.0, {})
     assert "link rate: nothing sent" in again.line(8, MESH)
+    on_cuda = Counters(sent={("forward", "row"): 4}, calls={"forward": 1})
+    assert "link rate: not measured" in log_comm.CommReport.take([on_cuda], iterations=1).line(9, MESH)
+
+
+def test_on_cuda_counting_begins_with_the_clocks(log_comm, monkeypatch):
+    counters = counted()
+    monkeypatch.setattr(log_comm, "all_shared_groups", lambda: (SimpleNamespace(counters=counters),))
+    assert not log_comm._start_clocks()
+    assert counters.clock is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert log_comm._start_clocks()
+    assert counters.clock is not None
+    assert counters.sent == {}
+    assert not log_comm._start_clocks()
 
 
 class Writer:
