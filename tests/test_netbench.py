@@ -8,12 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from netbench import command, hosts
+import torch
+from netbench import command, hosts, report
+from netbench.measure import Measured
+from netbench.problem import Problem, _dense
 
+from megatron_mesh_cp.cli.gloo_ranks import RanksError
 from megatron_mesh_cp.cost import AttentionShape, total_bytes
+from megatron_mesh_cp.layout import chunk_positions
 from megatron_mesh_cp.tile import TileShape
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -108,8 +115,48 @@ connection.sendall(bytes(10**6))
 """
 
 
+@pytest.mark.timeout(60)
+def test_one_host_of_several_ranks_has_no_links(network, tmp_path):
+    flags = [*SMALL, "--hosts", "1", "--ranks-per-host", "4", "--json", str(tmp_path / "one.json")]
+    process = start(*flags)
+    _, err = process.communicate(timeout=50)
+    assert process.returncode == 0, err
+    assert [row["hosts"] for row in json.loads((tmp_path / "one.json").read_text())["rows"]] == [1, 1]
+
+
+def test_a_result_that_lacks_a_block_is_far_above_what_is_believed():
+    problem = Problem(4, 64, 1, 2, 1, 16, torch.float32, causal=False)
+    q, k, v, _ = (torch.cat([problem.chunk(r)[n] for r in range(4)]).double() for n in range(4))
+    scores = torch.einsum("sbhd,tbgd->bhst", q, k) * problem.scale
+    right = torch.einsum("bhst,tbgd->sbhd", scores.softmax(-1), v)[:16]
+    scores[..., 16:32] = float("-inf")  # the chunk of rank 1
+    wrong = torch.einsum("bhst,tbgd->sbhd", scores.softmax(-1), v)[:16]
+    rest = [part[list(chunk_positions(0, 4, 64))] for part in _dense(problem, 0)[1:]]
+    assert problem.error(0, [right, *rest]) < 1e-9
+    assert problem.error(0, [wrong, *rest]) > 2 * max(report._MAX_ERROR.values())
+    with pytest.raises(report.Refused, match="the result is refused"):
+        report.Row.of(Measured(problem, TileShape(2, 2), "direct", 1.0, 0.5, 10, 0.2), None, 4, "1gbit")
+
+
+def test_what_was_measured_before_a_failure_is_reported(monkeypatch, tmp_path, capsys):
+    row = report.Row("mesh", [2, 2], False, "direct", 4, 4, "50mbit", 8, 128, 1.0, 10, 0.5, 1.0, 0.5, 1e-6)
+
+    def measure(net, rate, job, peer):
+        if rate == "100mbit":
+            raise RanksError("rank 3 died")
+        return [row]
+
+    monkeypatch.setattr(command, "measure_network", measure)
+    monkeypatch.setattr(command, "check_can_make", lambda: None)
+    monkeypatch.setattr(command, "hosts", lambda *args: nullcontext(SimpleNamespace(count=4, limit=lambda rate: None)))
+    table = tmp_path / "part.json"
+    assert command.main([*SMALL, "--rate", "50mbit,100mbit", "--json", str(table)]) == 1
+    assert "rank 3 died" in capsys.readouterr().err
+    assert [r["rate"] for r in json.loads(table.read_text())["rows"]] == ["50mbit"]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_after_a_signal(network, number):
     process = start(*SMALL, "--repeats", "1000", start_new_session=True)
     _wait_for_ranks(process)
@@ -117,7 +164,7 @@ def test_nothing_is_left_after_a_signal(network, number):
     process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert hosts.left_behind(process.pid) == []
-    assert _of_session(process.pid) == []
+    _wait_until_gone(process.pid)
 
 
 @pytest.mark.timeout(120)
@@ -129,10 +176,7 @@ def test_the_next_start_takes_away_what_a_killed_one_left(network):
     assert hosts.left_behind(process.pid)
     with hosts.hosts(1):
         assert hosts.left_behind(process.pid) == []
-    deadline = time.monotonic() + 20
-    while _of_session(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert _of_session(process.pid) == []  # the ranks saw that the command was gone
+    _wait_until_gone(process.pid)  # the ranks see that the command is gone
 
 
 def _wait_for_ranks(process: subprocess.Popen) -> None:
@@ -143,6 +187,14 @@ def _wait_for_ranks(process: subprocess.Popen) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     time.sleep(2)
+
+
+def _wait_until_gone(session: int) -> None:
+    """What multiprocessing starts to fork and to track resources ends by itself, a moment after the command."""
+    deadline = time.monotonic() + 20
+    while _of_session(session) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert _of_session(session) == []
 
 
 def _of_session(session: int) -> list[int]:
@@ -158,7 +210,7 @@ def _of_session(session: int) -> list[int]:
     return found
 
 
-def test_a_failing_rank_is_an_error_and_leaves_nothing(network):
+def test_a_time_limit_is_an_error_and_leaves_nothing(network):
     process = start(*SMALL, "--time-limit", "1")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

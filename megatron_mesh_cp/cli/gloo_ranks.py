@@ -5,6 +5,7 @@ Or be one rank among those that srun or torchrun has started, on any number of m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -129,7 +130,8 @@ def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, meet:
     parent, held = context.Pipe(duplex=False)  # held here: the ranks see its end when this process is gone
     # An interrupt between two starts would leave ranks that nobody knows: it is kept until all have started.
     interrupts: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    held_back = (signal.SIGINT, signal.SIGTERM)
+    previous = {n: signal.signal(n, lambda number, frame: interrupts.append(number)) for n in held_back}
     try:
         started = mp.start_processes(
             _rank,
@@ -140,20 +142,27 @@ def _run_ranks(work: Work, job: Any, ranks: int, limit: float, lower: str, meet:
             start_method="forkserver",
         )
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     sender.close()
     parent.close()
     deadline = time.monotonic() + limit
     try:
+        if signal.SIGTERM in interrupts:
+            sys.exit(128 + signal.SIGTERM)
         if interrupts:
             raise KeyboardInterrupt
+        answers = []
         while not started.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            if not answers and receiver.poll():  # a large answer holds rank 0 until it is read
+                with contextlib.suppress(EOFError):  # rank 0 is gone without one
+                    answers.append(receiver.recv())
             if time.monotonic() > deadline:
                 raise RanksError(
                     f"the ranks did not end within --time-limit {limit:g} s; they were ended. If they were not "
                     f"hanging but slow, raise --time-limit, or lower {lower}"
                 )
-        return receiver.recv()
+        return answers[0] if answers else receiver.recv()
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         raise RanksError(f"rank {error.error_index} failed:\n{error}") from None
     finally:

@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_mesh_cp.cli.gloo_ranks import RanksError, run_ranks
 from megatron_mesh_cp.cli.options import Whole, check_output, parse_count
@@ -26,7 +28,8 @@ _MOST_RANKS = 256
 def main(argv: list[str] | None = None) -> int:
     """Run the bench; 0, 1 where ranks or the network fail, 2 for bad input."""
     args = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     # For the ranks: hosts without names and the absent extension of Transformer Engine are meant to be so.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -35,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"netbench: {error}", file=sys.stderr)
         return 2
-    except (RanksError, HostsError) as error:
+    except (RanksError, HostsError, report.Refused) as error:
         print(f"netbench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -58,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tiles",
         default="1x16,4x4",
-        help="AxB by comma, each where it fits the ranks; 1xN is the ring, auto what the tuner takes (%(default)s)",
+        help="AxB by comma, where they fit the ranks; 1xN: ring, auto: the tuner's for both directions (%(default)s)",
     )
     parser.add_argument("--exchange", default="direct", help="direct, shift or both by comma (%(default)s)")
     parser.add_argument(
@@ -73,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", action=Whole, default=3, help="measured runs; the median counts (%(default)s)")
     parser.add_argument("--peer", choices=("te-p2p",), help="measure Transformer Engine's own ring too")
     parser.add_argument(
-        "--time-limit", type=float, default=1800, metavar="SECONDS", help="for each network (%(default)s)"
+        "--time-limit",
+        type=float,
+        default=1800,
+        metavar="SECONDS",
+        help="for our ranks on each network, and for those of the peer (%(default)s)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", metavar="FILE", help="draw measured and predicted seconds (.png, .svg, .pdf)")
@@ -93,14 +100,21 @@ def _run(args: argparse.Namespace) -> int:
     if args.peer:
         check_peer()
     check_can_make()
-    rows = []
-    for count, group in itertools.groupby(networks, key=lambda network: network[0]):
-        with hosts(count, args.ranks_per_host) as net:
-            for _, rate, job in group:
-                print(f"{net.count} hosts x {args.ranks_per_host} at {rate} ...", file=sys.stderr)
-                net.limit(parse_rate(rate))
-                rows += measure_network(net, rate, job, args.peer)
-    found = report.Findings(rows)
+    rows: list[report.Row] = []
+    try:
+        for count, group in itertools.groupby(networks, key=lambda network: network[0]):
+            with hosts(count, args.ranks_per_host) as net:
+                for _, rate, job in group:
+                    print(f"{net.count} hosts x {args.ranks_per_host} at {rate} ...", file=sys.stderr)
+                    net.limit(parse_rate(rate))
+                    rows += measure_network(net, rate, job, args.peer)
+    finally:  # also what was measured before a failure
+        if rows:
+            _report(args, report.Findings(rows), files)
+    return 0
+
+
+def _report(args: argparse.Namespace, found: report.Findings, files: dict[str, Path]) -> None:
     report.console().print(report.table(found, args))
     for line in report.conclusions(found):
         report.console().print(line)
@@ -108,7 +122,6 @@ def _run(args: argparse.Namespace) -> int:
         files["--json"].write_text(json.dumps(report.as_json(found, args), allow_nan=False, indent=1), encoding="utf-8")
     if "--plot" in files:
         report.plot(found, args, files["--plot"])
-    return 0
 
 
 def checked_jobs(args: argparse.Namespace) -> list[tuple[int, str, object]]:
@@ -217,8 +230,15 @@ def _peer_ranks(net: Hosts, job, lower: str) -> list:
     return list(found)
 
 
+def _end_with_parent() -> None:
+    """Even where the command was killed: its ranks see their end by ours."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _peer_main(net: Hosts, job, lower: str, sender) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C ends us through our parent
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     from .te_ring import measure
 
     with contextlib.suppress(BrokenPipeError):

@@ -16,6 +16,7 @@ import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,14 +161,24 @@ def _remove_abandoned() -> None:
 
 
 def _remove(start: str) -> None:
-    for path in sorted(_NETNS.glob(f"{start}*")):
-        with contextlib.suppress(HostsError):
-            _run("ip", "netns", "del", path.name)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        for path in sorted(_NETNS.glob(f"{start}*")):
+            with contextlib.suppress(HostsError):
+                _run("ip", "netns", "del", path.name)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(*command: str, text: str = "") -> None:
     # A session of its own: a Ctrl-C at the terminal must not end the commands that take the hosts away.
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, start_new_session=True)
+    how = {"input": text, "capture_output": True, "text": True, "timeout": 60, "start_new_session": True}
+    try:
+        done = subprocess.run(command, **how)
+    except subprocess.TimeoutExpired:
+        raise HostsError(f"`{' '.join(command)}` did not end within 60 s") from None
     if done.returncode:
         raise HostsError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
 

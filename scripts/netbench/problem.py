@@ -55,13 +55,16 @@ class Problem:
         return [torch.cat(same, dim=2).to(self.dtype) for same in zip(*parts, strict=True)]
 
     def error(self, rank: int, got: Sequence[torch.Tensor]) -> float:
-        """Largest absolute difference of out, dq, dk, dv of this rank from fp64 attention, over one KV head's group."""
+        """How far out, dq, dk, dv of this rank are from fp64 attention, over one KV head's group.
+
+        The largest difference, as a part of the largest value of its tensor: a lost block is about 1 / blocks or more.
+        """
         group = rank % self.kv_heads
         heads = slice(group * (self.heads // self.kv_heads), (group + 1) * (self.heads // self.kv_heads))
         kv = slice(group, group + 1)
         mine = torch.tensor(chunk_positions(rank, self.ranks, self.seq_len))
         differences = [
-            (part[:, :, own].detach().double() - want[mine]).abs().max()
+            (part[:, :, own].detach().double() - want[mine]).abs().max() / want[mine].abs().max()
             for part, own, want in zip(got, (heads, heads, kv, kv), _dense(self, group), strict=True)
         ]
         return torch.stack(differences).max().item()  # max() of Python would drop a NaN
