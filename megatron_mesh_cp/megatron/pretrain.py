@@ -9,6 +9,7 @@ refused with a ValueError. It runs on GPUs and, through `megatron_mesh_cp.megatr
 """
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -73,10 +74,22 @@ def main(argv: list[str] | None = None) -> None:
             get_embedding_ranks=gpt_job.embedding_ranks,
         )
     except SystemExit as stop:  # on a signal, --exit-interval, --exit-duration-in-mins: after a checkpoint
+        _hear_no_more(args)
         if not stop.code:
             _say_ended_early(args)
         raise
+    _hear_no_more(args)
     leave_group()
+
+
+def _hear_no_more(args: Namespace) -> None:
+    """Ignore the signal that asks to save and end, once training has ended.
+
+    The launcher repeats it until the process is gone, and an interpreter that shuts down takes its handlers away first:
+    the process would die of the next one, after all was saved. What is ignored stays ignored.
+    """
+    if args.exit_signal_handler:
+        signal.signal(args.exit_signal, signal.SIG_IGN)
 
 
 def _say_ended_early(args: Namespace) -> None:

@@ -215,3 +215,19 @@ def test_sigusr1_ends_nothing_and_reaches_ranks_that_still_start(save, says):
     assert done.stdout.strip() == says
     assert done.stderr.count("SIGUSR1") == 1
     assert ("told to save and end" in done.stderr) == (save is not None)
+
+
+def test_a_rank_that_has_saved_ignores_the_signal_that_still_comes():
+    from argparse import Namespace
+    from signal import SIG_IGN, SIGUSR2, getsignal, signal
+
+    from megatron_mesh_cp.megatron.pretrain import _hear_no_more
+
+    before = signal(SIGUSR2, lambda number, frame: None)
+    try:
+        _hear_no_more(Namespace(exit_signal_handler=False, exit_signal=SIGUSR2))
+        assert getsignal(SIGUSR2) is not SIG_IGN
+        _hear_no_more(Namespace(exit_signal_handler=True, exit_signal=SIGUSR2))
+        assert getsignal(SIGUSR2) is SIG_IGN  # the only kind of handler that the end of an interpreter leaves alone
+    finally:
+        signal(SIGUSR2, before)
