@@ -168,7 +168,7 @@ def test_a_skip_for_lack_of_what_is_required_is_a_failure():
     assert required.missing(absent, "core") == ""
     assert required.missing("this megatron-core ships no megatron.training", "training") == "training"
     assert required.missing("no GPU", "core,te,training") == ""
-    with pytest.raises(ValueError, match="unknown tea; choose from core, te, training"):
+    with pytest.raises(ValueError, match="unknown tea; choose from core, netns, slurm, te, training"):
         required.missing("no GPU", "tea")
 
 
