@@ -166,6 +166,11 @@ def plan_launch(
     ranks = nodes.world if nodes else ranks
     if not any_ranks:
         _check_ranks(ranks, source, recipe)
+    if nodes and recipe.ranks_per_node not in (None, nodes.per_node):
+        raise ValueError(
+            f"{nodes.described}, but RANKS_PER_NODE: {recipe.ranks_per_node} in {recipe.path}; start "
+            f"{recipe.ranks_per_node} on each node, or change RANKS_PER_NODE, and with it what must share a node"
+        )
     parser = megatron_parser()  # takes seconds, so what is wrong without it has been told by now
     recipe = load_recipe(config, parser, environ)
     flags = (*_leave_out(recipe.flags, without), *more)

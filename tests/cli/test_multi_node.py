@@ -68,6 +68,13 @@ def test_rejects_half_a_description_of_the_nodes(data, capsys, flags, says):
     assert says in error_of(capsys, CONFIG, *flags)
 
 
+def test_rejects_other_nodes_than_the_recipe_claims(data, capsys):
+    path = data / "recipe.yaml"
+    path.write_text("RANKS_PER_NODE: 4\n" + path.read_text())
+    err = error_of(capsys, path, "--check", "--nnodes", "4", "--nproc-per-node", "2")
+    assert "--nnodes 4 x --nproc-per-node 2 = 8 ranks, but RANKS_PER_NODE: 4 in" in err
+
+
 def test_rejects_a_world_that_the_parallel_sizes_do_not_divide(data, capsys):
     err = error_of(capsys, data / "recipe.yaml", "--check", "--nnodes", "3", "--nproc-per-node", "2")
     assert "--nnodes 3 x --nproc-per-node 2 = 6 ranks is not divisible by" in err
